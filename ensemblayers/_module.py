@@ -1,0 +1,54 @@
+"""Copies of modules, and the exchange of a module's class within a copy."""
+
+import copy
+
+from torch import Tensor, nn
+
+
+def copy_module(module: nn.Module, replace: dict[Tensor, nn.Parameter] | None = None) -> nn.Module:
+    """Deep copy of a module, with some of its parameters replaced wherever they occur.
+
+    Tensors that are the output of a graph (as old-style weight_norm leaves them) are copied
+    detached, where copy.deepcopy refuses them.
+    """
+    memo: dict[int, object] = {id(old): new for old, new in (replace or {}).items()}
+    for m in module.modules():
+        for value in (*vars(m).values(), *m._buffers.values()):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+    return copy.deepcopy(module, memo)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's own parameters, not those of its children."""
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
+class PlainKeys(nn.Module):
+    """A wrapper around ``module`` whose state_dict has the keys of ``module``, without a prefix."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+
+    def state_dict(self, *args, **kwargs):
+        return self.module.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        for key in [k for k in state_dict if k.startswith(prefix)]:
+            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def forget_fast_path(module: nn.Module) -> None:
+    """Keep nn.TransformerEncoderLayer from reading its children's weights past their forward."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module._plain_activation = module.activation_relu_or_gelu
+        module.activation_relu_or_gelu = 0
+
+
+def restore_fast_path(module: nn.Module) -> None:
+    """Undo :func:`forget_fast_path`, where it was applied."""
+    if "_plain_activation" in vars(module):
+        module.activation_relu_or_gelu = vars(module).pop("_plain_activation")

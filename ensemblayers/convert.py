@@ -1,0 +1,316 @@
+"""Conversion of whole models: plain to ensemble, and back to plain networks."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from . import batch_ensemble, subspace
+from ._init import check_sigma, vertices
+from ._module import copy_module, forget_fast_path, own_parameters, restore_fast_path
+from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer, batch_ensemble_size
+from .functional import mix
+from .simplex import Point, check_member, check_n, drop_point_hooks, points, share_point
+from .stacked import StackedEnsemble
+from .subspace import Subspace, SubspaceLayer
+
+Where = Callable[[nn.Module, str], bool]
+
+
+def to_subspace(
+    model: nn.Module, *, n: int, sigma: float = 0.1, where: Where | None = None
+) -> nn.Module:
+    """Turn a model into a subspace of n vertices; vertex 0 is the model itself.
+
+    Linear layers and convolutions become the layers of this package, every other module that has
+    parameters becomes a :class:`~ensemblayers.Subspace` of its class. All of them share one point,
+    drawn before each forward pass of the model in training. Tied parameters stay tied, hooks stay
+    in place, and a state_dict of the plain model loads with ``strict=True`` as vertex 0.
+
+    Args:
+        model: any module; it is not changed.
+        n: number of vertices.
+        sigma: vertex i > 0 starts as vertex 0 times N(1, sigma), elementwise.
+        where: called with each module that has parameters and its name; False leaves it plain.
+
+    Returns:
+        A converted copy, of the model's own class (a subclass of it where the model itself has
+        parameters).
+
+    Raises:
+        ValueError: n < 1, nothing to convert, a parameter tied across the filter, or modules that
+            can't be converted, by name.
+
+    >>> model = to_subspace(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), n=3)
+    >>> model[0].weight.shape
+    torch.Size([3, 8, 4])
+    """
+    check_n(n)
+    check_sigma(sigma)
+    chosen = list(_chosen(model, where, SubspaceLayer))
+    refused = {name or "the model": why for name, m in chosen if (why := subspace.why_not(m))}
+    if refused:
+        listed = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        raise ValueError(f"can't convert {listed}. Leave them plain with where=")
+    stacked = {
+        p: nn.Parameter(vertices(p, n, sigma), requires_grad=p.requires_grad)
+        for p in dict.fromkeys(p for _, module in chosen for p in own_parameters(module).values())
+    }
+    _check_ties(model, {id(module) for _, module in chosen}, stacked)
+    converted = copy_module(model, stacked)
+    for name, source in chosen:
+        module = converted.get_submodule(name)
+        module.__class__ = _plain_layer(source, subspace.TYPED) or subspace.class_for(source)
+        module._attach(n, sigma)
+    for module in converted.modules():
+        forget_fast_path(module)
+    share_point(converted)
+    return converted
+
+
+def to_batch_ensemble(
+    model: nn.Module,
+    *,
+    n: int,
+    init: Literal["random_sign", "normal", "ones"] = "random_sign",
+    train: Literal["split", "repeat"] = "split",
+    where: Where | None = None,
+) -> BatchEnsemble:
+    """Turn a model into a BatchEnsemble of n members that share its weights.
+
+    Linear layers and convolutions get fast weights and a bias per member; every other module is
+    shared by the members. With ``r = s = 1`` (``init="ones"``) each member is the model itself:
+    the start for a trained model, which random signs would undo. A state_dict of the plain model
+    loads with ``strict=True`` and leaves r and s as they are.
+
+    Args:
+        model: any module; it is not changed. Its tensors carry the batch in dimension 0.
+        n: number of members.
+        init: how r and s start.
+        train: what each member sees in training: see :class:`~ensemblayers.BatchEnsemble`.
+        where: called with each layer and its name; False leaves it shared.
+
+    Returns:
+        A :class:`~ensemblayers.BatchEnsemble` of a converted copy.
+
+    Raises:
+        ValueError: n < 1, no layer to convert, or a layer that takes the batch in dimension 1.
+
+    Warns:
+        UserWarning: names the layers with weights that stay shared: subclasses of linear layers
+            and convolutions, parametrized ones, attention and recurrent layers.
+
+    >>> model = to_batch_ensemble(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), n=4)
+    >>> model.eval()(torch.zeros(10, 4)).shape
+    torch.Size([4, 10, 2])
+    """
+    check_n(n)
+    time_first = [name for name, m in model.named_modules() if _takes_time_first(m)]
+    if time_first:
+        raise ValueError(
+            f"expected the batch in dimension 0, got batch_first=False in {', '.join(time_first)}"
+        )
+    layers, shared = [], []
+    for name, module in _chosen(model, where, BatchEnsembleLayer):
+        if _plain_layer(module, batch_ensemble.TYPED):
+            layers.append(name)
+        elif isinstance(module, _HOLDS_MATRICES):
+            shared.append(f"{name or 'the model'} ({type(module).__name__})")
+    if not layers:
+        raise ValueError("expected a model with linear layers or convolutions to convert, got none")
+    if shared:
+        warnings.warn(f"shared by all members as they are: {', '.join(shared)}", stacklevel=2)
+    biases = {
+        bias: nn.Parameter(bias.detach().repeat(n, 1), requires_grad=bias.requires_grad)
+        for name in layers
+        if (bias := model.get_submodule(name).bias) is not None
+    }
+    converted = copy_module(model, biases)
+    for layer in map(converted.get_submodule, layers):
+        layer.__class__ = batch_ensemble.TYPED[type(layer)]
+        layer._attach(n, init, {"device": layer.weight.device, "dtype": layer.weight.dtype})
+        layer.reset_fast_weights()
+        for fast in (layer.r, layer.s):
+            fast.requires_grad_(layer.weight.requires_grad)
+    for module in converted.modules():
+        forget_fast_path(module)
+    return BatchEnsemble(converted, train=train)
+
+
+def to_stacked(model: nn.Module, *, n: int, reset: bool = False) -> StackedEnsemble:
+    """Turn a model into a vanilla ensemble of n members.
+
+    Args:
+        model: any module; it is not changed.
+        n: number of members.
+        reset: False: each member is a copy of the model. True: member 0 is, the others are
+            initialised anew by their modules' ``reset_parameters``.
+
+    Raises:
+        ValueError: n < 1; with ``reset``, parameters of modules without ``reset_parameters``.
+
+    >>> to_stacked(nn.Linear(4, 2), n=5)(torch.zeros(10, 4)).shape
+    torch.Size([5, 10, 2])
+    """
+    check_n(n)
+    ensemble = StackedEnsemble([model] * n)
+    if reset:
+        ensemble.reset_parameters(range(1, n))
+    return ensemble
+
+
+def collapse(model: nn.Module) -> nn.Module:
+    """The plain network at a subspace's point, of plain classes only.
+
+    The point is the one that was set, else the midpoint, in training too: the network that
+    predicts. The model is not changed.
+
+    Raises:
+        ValueError: no subspace layers, or a point per example.
+
+    >>> layer = to_subspace(nn.Linear(4, 2), n=3)
+    >>> type(collapse(layer))
+    <class 'torch.nn.modules.linear.Linear'>
+    """
+    return _at_points(model, lambda p, like: p.midpoint(like) if p.fixed is None else p.fixed)
+
+
+def member(model: nn.Module, i: int) -> nn.Module:
+    """Member i of an ensemble of any kind, as a plain network of its own.
+
+    Args:
+        model: a subspace (the member is vertex i), a BatchEnsemble or a StackedEnsemble.
+        i: from 0; negative counts from the end.
+
+    Raises:
+        ValueError: no ensemble, or no such member.
+
+    >>> from ensemblayers import BatchEnsembleLinear
+    >>> member(BatchEnsembleLinear(4, 2, n=3), 2)
+    Linear(in_features=4, out_features=2, bias=True)
+    """
+    if isinstance(model, StackedEnsemble):
+        return model.member(i)
+    if isinstance(model, BatchEnsemble):
+        model = model.module
+    if any(isinstance(m, BatchEnsembleLayer) for m in model.modules()):
+        return _batch_ensemble_member(model, i)
+    return _at_points(model, lambda point, like: point.vertex(i, like))
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Share out a model's parameters to two optimizer groups: with weight decay, and without.
+
+    Without decay are BatchEnsemble's r and s, biases, the parameters of norms, and whatever has at
+    most one dimension in one member. Each parameter is in exactly one group.
+
+    Args:
+        model: an ensemble of any kind, or a plain module.
+        weight_decay: of the first group.
+
+    >>> from ensemblayers import BatchEnsembleLinear
+    >>> [len(group["params"]) for group in param_groups(BatchEnsembleLinear(4, 2, n=3), 1e-4)]
+    [1, 3]
+    """
+    stacked = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, SubspaceLayer)
+        for p in m._parameters.values()
+    }
+    stacked |= {
+        id(p) for m in model.modules() if isinstance(m, StackedEnsemble) for p in m.parameters()
+    }
+    decay: dict[Tensor, None] = {}
+    spared: dict[Tensor, None] = {}
+    for module in model.modules():
+        for name, p in own_parameters(module).items():
+            fast = isinstance(module, BatchEnsembleLayer) and name in ("r", "s")
+            vector = p.dim() - (id(p) in stacked) <= 1
+            spare = fast or vector or "bias" in name or isinstance(module, _NORMS)
+            (spared if spare else decay)[p] = None
+    return [
+        {"params": [p for p in decay if p not in spared], "weight_decay": weight_decay},
+        {"params": list(spared), "weight_decay": 0.0},
+    ]
+
+
+_NORMS = subspace.CHANNEL_NORMS + subspace.TRAILING_NORMS
+_HOLDS_MATRICES = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase)
+_HOLDS_MATRICES += (nn.RNNCellBase, nn.Bilinear)
+
+
+def _chosen(
+    model: nn.Module, where: Where | None, done: type[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with parameters of their own that the filter lets through, less those done."""
+    for name, module in model.named_modules():
+        if isinstance(module, done) or not own_parameters(module):
+            continue
+        if where is None or where(module, name):
+            yield name, module
+
+
+def _plain_layer(
+    module: nn.Module, typed: dict[type[nn.Module], type[nn.Module]]
+) -> type[nn.Module] | None:
+    """The ensemble layer for a module of exactly a class of torch.nn, with nothing added to it."""
+    bare = set(module._parameters) == {"weight", "bias"} and not module._buffers
+    return typed.get(type(module)) if bare and not module._modules else None
+
+
+def _check_ties(model: nn.Module, chosen: set[int], stacked: dict[Tensor, nn.Parameter]) -> None:
+    for name, module in model.named_modules():
+        for own, p in own_parameters(module).items():
+            if id(module) not in chosen and p in stacked:
+                raise ValueError(
+                    f"{name}.{own} is tied to a parameter that is converted, but is left out itself"
+                )
+
+
+def _takes_time_first(module: nn.Module) -> bool:
+    kinds = (nn.MultiheadAttention, nn.RNNBase)
+    return isinstance(module, kinds) and not module.batch_first
+
+
+def _at_points(model: nn.Module, alpha_of: Callable[[Point, Tensor], Tensor]) -> nn.Module:
+    """The plain copy of a subspace model with each layer at ``alpha_of(its point, a tensor)``."""
+    points(model)
+    plain = {}
+    for module in model.modules():
+        if isinstance(module, SubspaceLayer):
+            for p in own_parameters(module).values():
+                alpha = alpha_of(module.subspace_point, p)
+                if alpha.dim() != 1:
+                    raise ValueError(
+                        f"expected one point for all examples, got alpha {list(alpha.shape)}"
+                    )
+                mixed = mix(p.detach(), alpha.detach())
+                plain[p] = nn.Parameter(mixed, requires_grad=p.requires_grad)
+    copied = copy_module(model, plain)
+    for module in copied.modules():
+        drop_point_hooks(module)
+        restore_fast_path(module)
+        if isinstance(module, SubspaceLayer):
+            del module.subspace_point, module.subspace_sigma
+            kind = module.subspace_kind if isinstance(module, Subspace) else module.plain_class
+            module.__class__ = kind
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
+    return copied
+
+
+def _batch_ensemble_member(model: nn.Module, i: int) -> nn.Module:
+    i = check_member(i, batch_ensemble_size(model))
+    copied = copy_module(model)
+    for module in copied.modules():
+        restore_fast_path(module)
+        if isinstance(module, BatchEnsembleLayer):
+            weight, bias = module._member_weight(i).detach(), module.bias
+            module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+            if bias is not None:
+                module.bias = nn.Parameter(bias.detach()[i].clone(), bias.requires_grad)
+            del module.r, module.s, module.init
+            module.__class__ = module.plain_class
+    return copied

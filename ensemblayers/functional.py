@@ -1,0 +1,202 @@
+"""The layers' operations as pure functions of tensors: the definition of what each means.
+
+``n`` is the number of members, ``B`` a batch, ``in`` and ``out`` features or channels.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def mix(stacked: Tensor, alpha: Tensor) -> Tensor:
+    """Combine n stacked tensors with the weights alpha: ``sum_i alpha_i stacked_i``.
+
+    Half-precision tensors are combined in alpha's precision and rounded once; autocast does not
+    touch alpha.
+
+    Shape:
+        - stacked: ``[n, *shape]``
+        - alpha: ``[n]`` or ``[B, n]``
+        - Output: ``[*shape]`` or ``[B, *shape]``, in the dtype of ``stacked``.
+
+    >>> mix(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 0.5]))
+    tensor([2., 3.])
+    """
+    if alpha.shape[-1] != stacked.shape[0]:
+        raise ValueError(
+            f"expected {stacked.shape[0]} weights for stacked {list(stacked.shape)}, "
+            f"got alpha {list(alpha.shape)}"
+        )
+    dtype = torch.promote_types(alpha.dtype, stacked.dtype)
+    # As mm, not torch.mv, whose gradient comes back transposed and costs 3 to 5 times as much.
+    rows = alpha.reshape(-1, alpha.shape[-1]).to(dtype)
+    with _no_autocast(stacked.device.type):
+        mixed = rows @ stacked.reshape(stacked.shape[0], -1).to(dtype)
+    return mixed.to(stacked.dtype).view(alpha.shape[:-1] + stacked.shape[1:])
+
+
+def _no_autocast(device: str) -> contextlib.AbstractContextManager:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def subspace_linear(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tensor) -> Tensor:
+    """Linear layer at the point alpha of the simplex of n weight sets.
+
+    Shape:
+        - x: ``[..., in]``; ``[B, ..., in]`` for a point per example
+        - weight: ``[n, out, in]``, bias: ``[n, out]``
+        - alpha: ``[n]``, or ``[B, n]`` for a point per example
+        - Output: ``[..., out]``
+
+    Source: Wortsman et al. 2021, https://arxiv.org/abs/2102.10472
+
+    >>> x, weight, bias = torch.ones(2, 3), torch.ones(2, 4, 3), torch.zeros(2, 4)
+    >>> subspace_linear(x, weight, bias, torch.tensor([0.5, 0.5]))
+    tensor([[3., 3., 3., 3.],
+            [3., 3., 3., 3.]])
+    """
+    if alpha.dim() == 1:
+        return F.linear(x, mix(weight, alpha), None if bias is None else mix(bias, alpha))
+    check_points(x, alpha)
+    # sum_i alpha_bi W_i x_b is one product over n * in features: no weight set per example.
+    scaled = x.unsqueeze(-2) * _align(alpha, x.dim() + 1, at=-2)
+    y = F.linear(scaled.to(x.dtype).flatten(-2), rearrange(weight, "n o i -> o (n i)"))
+    return y if bias is None else y + _align(mix(bias, alpha), y.dim(), at=-1).to(y.dtype)
+
+
+def subspace_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    alpha: Tensor,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolution at the point alpha of the simplex of n weight sets.
+
+    The number of spatial dimensions, 1 to 3, is that of the weight.
+
+    Shape:
+        - x: ``[B, in, *space]``, or ``[in, *space]`` where alpha is ``[n]``
+        - weight: ``[n, out, in / groups, *kernel]``, bias: ``[n, out]``
+        - alpha: ``[n]``, or ``[B, n]`` for a point per example
+        - Output: ``[B, out, *space]``
+
+    Source: Wortsman et al. 2021, https://arxiv.org/abs/2102.10472
+    """
+    space = weight.dim() - 3
+    options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    conv = _CONV[space]
+    if alpha.dim() == 1:
+        b = None if bias is None else mix(bias, alpha)
+        return conv(x, mix(weight, alpha), b, **options)
+    if x.dim() != space + 2:
+        raise ValueError(f"expected x [B, in, *space] with alpha [B, n], got x {list(x.shape)}")
+    check_points(x, alpha)
+    # As for the linear layer: n * in channels, the n copies side by side within each group.
+    grouped = x.unflatten(1, (groups, -1)).unsqueeze(2)
+    scaled = grouped * _align(alpha, grouped.dim(), at=2)
+    y = conv(scaled.to(x.dtype).flatten(1, 3), weight.transpose(0, 1).flatten(1, 2), **options)
+    return y if bias is None else y + _align(mix(bias, alpha), y.dim(), at=1).to(y.dtype)
+
+
+def batch_ensemble_linear(
+    x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Linear layer whose member i has the weight ``W * (s_i r_i^T)``.
+
+    Shape:
+        - x: ``[n * b, ..., in]``, member-major: rows i * b to (i + 1) * b are member i's
+        - weight: ``[out, in]``, r: ``[n, in]``, s: ``[n, out]``, bias: ``[n, out]``
+        - Output: ``[n * b, ..., out]``
+
+    Raises:
+        ValueError: the batch does not divide by n.
+
+    Source: Wen et al. 2020, https://arxiv.org/abs/2002.06715
+
+    >>> r, s = torch.tensor([[1.0, 1.0], [-1.0, 1.0]]), torch.tensor([[1.0], [2.0]])
+    >>> batch_ensemble_linear(torch.ones(2, 2), torch.ones(1, 2), r, s)
+    tensor([[2.],
+            [0.]])
+    """
+    y = F.linear(_scale(x, r, at=-1), weight)
+    return _scale(y, s, bias, at=-1)
+
+
+def batch_ensemble_conv(
+    x: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    s: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolution whose member i scales its input channels by r_i and its output channels by s_i.
+
+    Shape:
+        - x: ``[n * b, in, *space]``, member-major
+        - weight: ``[out, in / groups, *kernel]``
+        - r: ``[n, in]``, s and bias: ``[n, out]``
+        - Output: ``[n * b, out, *space]``
+
+    Raises:
+        ValueError: the batch does not divide by n.
+
+    Source: Wen et al. 2020, https://arxiv.org/abs/2002.06715
+    """
+    conv = _CONV[weight.dim() - 2]
+    options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    if x.dim() != weight.dim():
+        raise ValueError(f"expected x [n * b, in, *space], got {list(x.shape)}")
+    y = conv(_scale(x, r, at=1), weight, **options)
+    return _scale(y, s, bias, at=1)
+
+
+def _scale(x: Tensor, scale: Tensor, shift: Tensor | None = None, *, at: int) -> Tensor:
+    """Multiply feature dimension ``at`` of a folded batch by its member's scale, in x's dtype."""
+    n = scale.shape[0]
+    if x.shape[0] % n:
+        raise ValueError(
+            f"expected a member-major batch [n * b, ...] that divides by n={n} members, "
+            f"got {x.shape[0]} rows"
+        )
+    # An empty batch leaves no -1 to infer.
+    members = x.unflatten(0, (n, x.shape[0] // n))
+    at = at if at < 0 else at + 1
+    out = members * _align(scale, members.dim(), at=at).to(x.dtype)
+    if shift is not None:
+        out = out + _align(shift, members.dim(), at=at).to(x.dtype)
+    return out.flatten(0, 1)
+
+
+def _align(rows: Tensor, dim: int, *, at: int) -> Tensor:
+    """View ``[B, k]`` as ``dim`` dimensions, B first and k at ``at``, to broadcast."""
+    shape = [1] * dim
+    shape[0], shape[at] = rows.shape
+    return rows.reshape(shape)
+
+
+def check_points(x: Tensor, alpha: Tensor) -> None:
+    """Raise a ValueError unless alpha [B, n] has a row for each example of x."""
+    if x.dim() < 2 or x.shape[0] != alpha.shape[0]:
+        raise ValueError(
+            f"expected one point for each of the {x.shape[0]} examples of x {list(x.shape)}, "
+            f"got alpha {list(alpha.shape)}"
+        )

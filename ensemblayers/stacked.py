@@ -1,0 +1,323 @@
+"""Vanilla ensembles: n networks with stacked parameters, called at once."""
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
+
+from ._module import PlainKeys, copy_module, own_parameters
+from .simplex import check_member
+
+_CONV_DIMS = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5}
+
+
+class StackedEnsemble(PlainKeys):
+    """n independent networks of one architecture, in one call.
+
+    The parameters and buffers are those of the members, stacked: ``[n, *shape]`` under the
+    members' names, leaves that an optimizer trains as each member's own optimizer would. The
+    members given are not changed and not kept. Random layers differ among the members; BatchNorm's
+    statistics are each member's own.
+
+    Args:
+        models: at least one network; the same classes, shapes, flags and ties in all.
+        strategy: ``"vmap"`` batches the members by torch.func.vmap, ``"loop"`` calls them one by
+            one, ``"auto"`` takes the loop on a CPU (where it is faster) and wherever vmap can't do
+            the job: recurrent layers, data-dependent control flow, attributes that differ among
+            the members or are plain tensors.
+
+    Shape:
+        - Input: ``[B, ...]`` shared by all members, or ``[n, B, ...]``, one batch a member. Pass
+          ``shared=True`` or ``shared=False`` to say which; without it, an input has one batch a
+          member if its first dimension is n and it has one dimension more than the first layer
+          takes (4 for Conv2d, 2 for others).
+        - Output: ``[n, B, ...]``
+
+    Raises:
+        ValueError: no models, or models that differ in class, shape, dtype, device, training mode
+            or requires_grad; a first dimension that is not n with ``shared=False``.
+
+    >>> model = StackedEnsemble([nn.Linear(8, 2) for _ in range(5)])
+    >>> model(torch.zeros(3, 8)).shape
+    torch.Size([5, 3, 2])
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        *,
+        strategy: Literal["auto", "loop", "vmap"] = "auto",
+    ) -> None:
+        models = list(models)
+        if strategy not in ("auto", "loop", "vmap"):
+            raise ValueError(f"expected strategy auto, loop or vmap, got strategy={strategy!r}")
+        _check_alike(models)
+        first = models[0]
+        stacked: dict[Tensor, Any] = {}
+        for name, p in first.named_parameters():
+            values = torch.stack([m.get_parameter(name).detach() for m in models])
+            stacked[p] = nn.Parameter(values, requires_grad=p.requires_grad)
+        for name, b in first.named_buffers():
+            stacked[b] = torch.stack([m.get_buffer(name).detach() for m in models])
+        super().__init__(copy_module(first, stacked))
+        self.n = len(models)
+        self.strategy = strategy
+        # Members that differ in more than their tensors keep a skeleton each, without parameters.
+        self._skeletons = [] if _same_attributes(models) else [_skeleton(m) for m in models]
+        self._vmaps = not self._skeletons and not any(
+            isinstance(m, nn.RNNBase) for m in first.modules()
+        )
+        self._vmap_tried = False
+        self._input_dim = _input_dim(first)
+
+    def forward(self, *args: Any, shared: bool | None = None, **kwargs: Any) -> Any:
+        if shared is None:
+            shared = self._is_shared(args, kwargs)
+        in_dims = pytree.tree_map(lambda leaf: self._in_dim(leaf, shared), (args, kwargs))
+        if self._use_vmap():
+            return self._vmap(in_dims, args, kwargs)
+        return self._loop(in_dims, args, kwargs)
+
+    def reset_parameters(self, members: Iterable[int] | None = None) -> None:
+        """Initialise members (default: all) anew, each by its modules' own reset_parameters.
+
+        Raises:
+            ValueError: a module has parameters and no such method.
+        """
+        owners = [(name, m) for name, m in self.module.named_modules() if own_parameters(m)]
+        resets = {
+            m: getattr(m, "reset_parameters", getattr(m, "_reset_parameters", None))
+            for _, m in self.module.named_modules()
+        }
+        missing = [f"{name} ({type(m).__name__})" for name, m in owners if resets[m] is None]
+        if missing:
+            raise ValueError(f"no reset_parameters in {', '.join(missing)}")
+        for i in range(self.n) if members is None else members:
+            with self._as_member(i):
+                for reset in filter(None, resets.values()):
+                    reset()
+
+    def member(self, i: int) -> nn.Module:
+        """Member i as a network of its own; see :func:`ensemblayers.member`."""
+        i = check_member(i, self.n)
+        own: dict[Tensor, Any] = {}
+        for p in self.module.parameters():
+            own[p] = nn.Parameter(p.detach()[i].clone(), requires_grad=p.requires_grad)
+        for b in self.module.buffers():
+            own[b] = b[i].clone()
+        copied = copy_module(self.module, own)
+        if self._skeletons:
+            _copy_attributes(self._skeletons[i], copied)
+        for module in copied.modules():
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
+        return copied
+
+    def skeleton_modules(self) -> list[nn.Module]:
+        """The modules that run in place of ``module``'s where the members differ in attributes."""
+        return [m for skeleton in self._skeletons for m in skeleton.modules()]
+
+    def extra_repr(self) -> str:
+        return f"n={self.n}, strategy={self.strategy!r}"
+
+    def _is_shared(self, args: Any, kwargs: Any) -> bool:
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not tensors or tensors[0].dim() == 0 or tensors[0].shape[0] != self.n:
+            return True
+        dim = tensors[0].dim()
+        if self._input_dim is not None:
+            return dim != self._input_dim + 1
+        if dim > 2:
+            warnings.warn(
+                f"an input {list(tensors[0].shape)} is taken as one batch for each of the "
+                f"n={self.n} members; pass shared=True or shared=False to say which",
+                stacklevel=3,
+            )
+        return dim <= 2
+
+    def _in_dim(self, leaf: Any, shared: bool) -> int | None:
+        if shared or not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            return None
+        if leaf.shape[0] != self.n:
+            raise ValueError(
+                f"expected one batch for each of n={self.n} members, [n, B, ...], "
+                f"got {list(leaf.shape)}"
+            )
+        return 0
+
+    def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return dict(self.module.named_parameters()), dict(self.module.named_buffers())
+
+    def _use_vmap(self) -> bool:
+        if self.strategy == "auto":
+            first = next((t for d in self._tensors() for t in d.values()), None)
+            return self._vmaps and first is not None and first.device.type != "cpu"
+        return self.strategy == "vmap" and self._vmaps
+
+    def _loop(self, in_dims: Any, args: Any, kwargs: Any) -> Any:
+        parameters, buffers = self._tensors()
+        # One unbind, not n selects: the backward pass of a select fills all n members with zeros.
+        rows = {name: p.unbind(0) for name, p in parameters.items()}
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        dims = pytree.tree_leaves(in_dims, is_leaf=lambda x: x is None)
+        outputs = []
+        for i in range(self.n):
+            own = {name: row[i] for name, row in rows.items()}
+            before = {name: b[i] for name, b in buffers.items()}
+            own.update(before)
+            a, k = pytree.tree_unflatten(
+                [leaf if d is None else leaf[i] for leaf, d in zip(flat, dims, strict=True)], spec
+            )
+            outputs.append(functional_call(self._caller(i), own, a, k))
+            for name, old in before.items():
+                if own[name] is not old:  # The module assigned a new tensor to its buffer.
+                    buffers[name][i].copy_(own[name])
+        return pytree.tree_map(lambda *leaves: _stack(leaves), *outputs)
+
+    def _vmap(self, in_dims: Any, args: Any, kwargs: Any) -> Any:
+        parameters, buffers = self._tensors()
+
+        def call(parameters: dict, buffers: dict, args: Any, kwargs: Any) -> Any:
+            own = {**parameters, **buffers}
+            out = functional_call(self.module, own, args, kwargs)
+            if any(own[name] is not b for name, b in buffers.items()):
+                raise RuntimeError("a buffer was assigned, not updated in place")
+            return out
+
+        batched = vmap(call, in_dims=(0, 0, *in_dims), randomness="different")
+        if self._vmap_tried:
+            return batched(parameters, buffers, args, kwargs)
+        saved = {name: b.clone() for name, b in buffers.items()}
+        try:
+            out = batched(parameters, buffers, args, kwargs)
+        except RuntimeError:
+            for name, b in buffers.items():
+                b.copy_(saved[name])
+            self._vmaps = False
+            return self._loop(in_dims, args, kwargs)
+        self._vmap_tried = True
+        return out
+
+    def _caller(self, i: int) -> nn.Module:
+        if not self._skeletons:
+            return self.module
+        skeleton = self._skeletons[i]
+        for own, leader in zip(skeleton.modules(), self.module.modules(), strict=True):
+            own.training = leader.training
+        return skeleton
+
+    @contextlib.contextmanager
+    def _as_member(self, i: int) -> Iterator[None]:
+        """Let ``module`` hold member i's tensors, as views into the stacked ones."""
+        saved = [(m, dict(m._parameters), dict(m._buffers)) for m in self.module.modules()]
+        views: dict[Tensor, Any] = {}
+        for p in self.module.parameters():
+            views[p] = nn.Parameter(p.detach()[i], requires_grad=p.requires_grad)
+        for b in self.module.buffers():
+            views[b] = b[i]
+        try:
+            for m, own, buffers in saved:
+                m._parameters.update((k, views[p]) for k, p in own.items() if p is not None)
+                m._buffers.update((k, views[b]) for k, b in buffers.items() if b is not None)
+            yield
+        finally:
+            for m, own, buffers in saved:
+                m._parameters.update(own)
+                m._buffers.update(buffers)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        # A plain network's tensors become every member's.
+        own = self.module.state_dict(keep_vars=True)
+        for name, tensor in own.items():
+            plain = state_dict.get(prefix + name)
+            if isinstance(plain, Tensor) and plain.dim() == tensor.dim() - 1:
+                state_dict[prefix + name] = plain.expand(self.n, *plain.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _stack(leaves: tuple) -> Any:
+    return torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
+
+
+def _input_dim(model: nn.Module) -> int | None:
+    """Dimensions of a batched input, where the first layer with parameters tells."""
+    first = next((m for m in model.modules() if own_parameters(m)), None)
+    return _CONV_DIMS.get(type(first))
+
+
+def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What has to be the same in all members, by name."""
+    modules = dict(model.named_modules())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return {
+        "class": {name: type(m) for name, m in modules.items()},
+        "training mode": {name: m.training for name, m in modules.items()},
+        "shape": {name: tuple(t.shape) for name, t in tensors.items()},
+        "dtype": {name: t.dtype for name, t in tensors.items()},
+        "device": {name: t.device for name, t in tensors.items()},
+        "requires_grad": {name: t.requires_grad for name, t in tensors.items()},
+        "ties": {group[0]: group for group in names.values()},
+    }
+
+
+def _check_alike(models: list[nn.Module]) -> None:
+    if not models:
+        raise ValueError("expected at least one model to stack, got none")
+    for i, model in enumerate(models):
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"expected modules to stack, got {type(model).__name__} at {i}")
+    reference = _describe(models[0])
+    for i, model in enumerate(models[1:], 1):
+        for what, other in _describe(model).items():
+            expected = reference[what]
+            for name in expected.keys() | other.keys():
+                if expected.get(name) != other.get(name):
+                    raise ValueError(
+                        f"expected models of one {what}, but in {name or 'the model itself'} "
+                        f"model 0 has {expected.get(name)} and model {i} has {other.get(name)}"
+                    )
+
+
+_TENSORS = ("_parameters", "_buffers", "_modules", "training")
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes beside its tensors, children and hooks."""
+    return {k: v for k, v in vars(module).items() if k not in _TENSORS and "_hooks" not in k}
+
+
+def _same_attributes(models: list[nn.Module]) -> bool:
+    """Whether the members are equal but for parameters and buffers, with no other tensors."""
+    for modules in zip(*(m.modules() for m in models), strict=True):
+        first, *others = map(_attributes, modules)
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(first)):
+            return False
+        try:
+            if any(bool(first != other) for other in others):
+                return False
+        except (RuntimeError, ValueError):  # Objects that can't be compared.
+            return False
+    return True
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """A copy of a model without storage for its parameters and buffers."""
+    empty: dict[Tensor, Any] = {}
+    for p in model.parameters():
+        empty[p] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        empty[b] = b.to("meta")
+    return copy_module(model, empty)
+
+
+def _copy_attributes(source: nn.Module, target: nn.Module) -> None:
+    for own, other in zip(target.modules(), copy_module(source).modules(), strict=True):
+        vars(own).update(_attributes(other))
