@@ -1,0 +1,1 @@
+"""Continual learning with ensembles: the experiments of Doan et al. 2023 on ensemblayers."""

@@ -1,0 +1,159 @@
+"""Streams of tasks: the same images, each task with its own rearrangement of the pixels."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.datasets import MNIST
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import rotate
+
+from .errors import UsageError
+
+NUM_TASKS = 20
+ROTATION_STEP = 9.0  # degrees; task t is turned by 9 t, 0 to 171
+
+
+@dataclass
+class PixelTasks:
+    """A benchmark whose task t shows every image through the pixel map ``maps[t]``.
+
+    Args:
+        name: the benchmark's name.
+        train, test: images ``[N, pixels]``, uint8 or floats in [0, 1], and labels ``[N]``.
+        maps: ``[tasks, pixels]``, for each pixel the one that it shows; ``pixels`` shows black.
+        classes: number of labels, shared by all tasks.
+    """
+
+    name: str
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    maps: Tensor
+    classes: int = 10
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.maps)
+
+    @property
+    def inputs(self) -> int:
+        return self.maps.shape[1]
+
+    def test_task(self, task: int) -> tuple[Tensor, Tensor]:
+        """Test images of a task, floats ``[N, pixels]``, and their labels."""
+        x, y = self.test
+        return self._show(x, torch.full_like(y, task)), y
+
+    def batches(
+        self, tasks: list[int], size: int, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch over the training images of the given tasks, in one shuffle.
+
+        Shape:
+            - Output: images ``[size, pixels]``, labels ``[size]``; the last batch may be smaller.
+        """
+        x, y = self.train
+        order = torch.randperm(len(tasks) * len(x), generator=generator).to(x.device)
+        which = torch.tensor(tasks, device=x.device)
+        # Many batches at a time: a gather and a conversion each costs more than a training step.
+        for chunk in order.split(size * max(1, 20_000 // size)):
+            index = chunk % len(x)
+            shown = self._show(x[index], which[chunk // len(x)])
+            yield from zip(shown.split(size), y[index].split(size), strict=True)
+
+    def one_per_class(self, task: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """One random training example of each class that a task has."""
+        x, y = self.train
+        rows = []
+        for label in y.unique():
+            found = (y == label).nonzero().squeeze(1)
+            rows.append(found[torch.randint(len(found), (), generator=generator)])
+        index = torch.stack(rows)
+        return self._show(x[index], torch.full_like(index, task)), y[index]
+
+    def to(self, device: torch.device) -> "PixelTasks":
+        """The same benchmark with its tensors on a device."""
+        train = (self.train[0].to(device), self.train[1].to(device))
+        test = (self.test[0].to(device), self.test[1].to(device))
+        return PixelTasks(self.name, train, test, self.maps.to(device), self.classes)
+
+    def shortened(self, tasks: int | None, examples: int | None) -> "PixelTasks":
+        """The first tasks, and at most so many training examples of each."""
+        train = (self.train[0][:examples], self.train[1][:examples])
+        return PixelTasks(self.name, train, self.test, self.maps[:tasks], self.classes)
+
+    def _show(self, x: Tensor, tasks: Tensor) -> Tensor:
+        x = F.pad(x, (0, 1))  # The pixel that the maps take for black.
+        if (tasks == tasks[:1]).all():
+            x = x[:, self.maps[tasks[0]]]
+        else:
+            x = x.gather(1, self.maps[tasks])
+        return x.float() / 255 if x.dtype == torch.uint8 else x
+
+
+def rotation_maps(side: int, angles: list[float]) -> Tensor:
+    """Pixel maps of rotations about the centre, counter-clockwise, nearest, same canvas."""
+    numbers = torch.arange(1.0, side * side + 1).view(1, side, side)
+    turned = [rotate(numbers, a, InterpolationMode.NEAREST, fill=[0.0]) for a in angles]
+    maps = torch.stack(turned).flatten(1).long() - 1
+    return maps.where(maps >= 0, side * side)
+
+
+def permutation_maps(pixels: int, tasks: int, seed: int) -> Tensor:
+    """Pixel maps of random permutations; the first task's is the identity."""
+    generator = torch.Generator().manual_seed(seed)
+    maps = [torch.randperm(pixels, generator=generator) for _ in range(tasks - 1)]
+    return torch.stack([torch.arange(pixels), *maps])
+
+
+def rotated_digits(seed: int, root: Path, download: bool) -> PixelTasks:
+    """Rotated MNIST's tasks on scikit-learn's 1,797 images of 8x8: 1,437 train, 360 test."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    x, y = load_digits(return_X_y=True)
+    parts = train_test_split(x / 16, y, test_size=360, stratify=y, random_state=0)
+    x_train, x_test, y_train, y_test = map(torch.tensor, parts)
+    maps = rotation_maps(8, [ROTATION_STEP * t for t in range(NUM_TASKS)])
+    train, test = (x_train.float(), y_train.long()), (x_test.float(), y_test.long())
+    return PixelTasks("rotated-digits", train, test, maps)
+
+
+def rotated_mnist(seed: int, root: Path, download: bool) -> PixelTasks:
+    """MNIST turned by 0, 9, ... 171 degrees."""
+    train, test = _mnist(root, download)
+    maps = rotation_maps(28, [ROTATION_STEP * t for t in range(NUM_TASKS)])
+    return PixelTasks("rotated-mnist", train, test, maps)
+
+
+def permuted_mnist(seed: int, root: Path, download: bool) -> PixelTasks:
+    """MNIST with its pixels in a random order for each task, drawn from the seed."""
+    train, test = _mnist(root, download)
+    maps = permutation_maps(28 * 28, NUM_TASKS, seed)
+    return PixelTasks("permuted-mnist", train, test, maps)
+
+
+BENCHMARKS = {
+    "rotated-digits": rotated_digits,
+    "rotated-mnist": rotated_mnist,
+    "permuted-mnist": permuted_mnist,
+}
+
+
+def _mnist(root: Path, download: bool) -> list[tuple[Tensor, Tensor]]:
+    sets = []
+    for train in (True, False):
+        try:
+            data = MNIST(str(root), train=train, download=download)
+        except (RuntimeError, OSError) as error:
+            if download:
+                raise UsageError(f"MNIST can't be downloaded to {root}: {error}") from None
+            raise UsageError(
+                f"no MNIST in {root}/MNIST/raw: pass --download, or --data-root with a folder "
+                "that holds it"
+            ) from None
+        sets.append((data.data.flatten(1), data.targets))
+    return sets

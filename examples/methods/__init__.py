@@ -1,0 +1,25 @@
+"""The continual-learning methods, one small file each."""
+
+from .batch_ensemble import BatchEnsembleMethod
+from .connectivity import MCSGD, SubspaceConnectivity
+from .ensemble_mc_sgd import Bagging, EnsembleMCSGD
+from .method import Method
+from .multitask import Multitask
+from .naive import Naive
+from .subspace import SubspaceMethod, SubspaceReplay
+from .vanilla_ensemble import VanillaEnsemble
+
+METHODS: dict[str, type[Method]] = {
+    "naive": Naive,
+    "mc-sgd": MCSGD,
+    "ensemble-mc-sgd": EnsembleMCSGD,
+    "ensemble-mc-sgd-bagging": Bagging,
+    "subspace": SubspaceMethod,
+    "subspace-er": SubspaceReplay,
+    "subspace-connectivity": SubspaceConnectivity,
+    "batch-ensemble": BatchEnsembleMethod,
+    "vanilla-ensemble": VanillaEnsemble,
+    "multitask": Multitask,
+}
+
+__all__ = ["METHODS", "Method"]

@@ -1,0 +1,65 @@
+"""Subspace-Connectivity: subspaces of successive tasks, connected by paths of low loss.
+
+Algorithm 1 and equation 2 of Doan et al. 2023, taken literally: after a task was learned, a new
+subspace is placed between its midpoint and the previous one, and trained on the buffer so that the
+loss is low between it and either midpoint. MC-SGD (Mirzadeh et al. 2021,
+https://arxiv.org/abs/2010.04495) is the case of a single vertex.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import ensemblayers as el
+from ensemblayers.functional import mix
+
+from .subspace import SubspaceMethod
+
+Weights = dict[str, Tensor]
+
+
+class SubspaceConnectivity(SubspaceMethod):
+    def finish(self, task: int) -> None:
+        if task:
+            self._connect(task)
+        self.previous = self._midpoint()
+
+    def _connect(self, task: int) -> None:
+        connect = self.settings.connect
+        learned = self._midpoint()
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                centre = torch.lerp(learned[name], self.previous[name], connect.previous)
+                p.copy_(centre * torch.randn_like(p).mul(connect.sigma).add(1))
+        plain = el.collapse(self.model).eval()
+        optimizer = torch.optim.SGD(self.model.parameters(), connect.lr, momentum=connect.momentum)
+        # The losses of the past tasks are summed: their number times the mean over their examples.
+        past = (task, self.previous, *self.memory.past())
+        present = (1, learned, *self.memory.current())
+        for _ in range(connect.steps):
+            optimizer.zero_grad()
+            for alpha in el.sample_simplex(self.n + 1, connect.samples, device=past[2].device):
+                mixed = {name: mix(p, alpha[:-1]) for name, p in self.model.named_parameters()}
+                loss = 0
+                for tasks, anchor, x, y in (past, present):
+                    weights = {name: w + alpha[-1] * anchor[name] for name, w in mixed.items()}
+                    loss = loss + tasks * F.cross_entropy(functional_call(plain, weights, x), y)
+                (loss / connect.samples).backward()
+            optimizer.step()
+
+    def _midpoint(self) -> Weights:
+        plain = el.collapse(self.model)
+        return {name: p.detach() for name, p in plain.named_parameters()}
+
+
+class MCSGD(SubspaceConnectivity):
+    """Subspace-Connectivity with one vertex."""
+
+    ensemble = False
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        self.n = 1
+        return super().build(make)

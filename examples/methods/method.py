@@ -1,0 +1,60 @@
+"""What a method is: how it starts a task, takes a batch, ends a task, and predicts."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..memory import Memory
+from ..settings import Settings
+
+
+class Method:
+    """A network trained by SGD on one task after the other: the base of all methods.
+
+    Args:
+        make: makes a new plain network.
+        settings: the hyper-parameters.
+        n: number of members; methods of a single network don't use it.
+        memory: the buffer; whoever runs the method fills it after each task, before :meth:`finish`.
+    """
+
+    ensemble = True  # False: a single network, whatever n
+    joint = False  # True: trains on all tasks at once
+
+    def __init__(
+        self, make: Callable[[], nn.Module], settings: Settings, n: int, memory: Memory
+    ) -> None:
+        self.settings = settings
+        self.n = n
+        self.memory = memory
+        self.model = self.build(make)
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Make the model that is trained."""
+        return make()
+
+    def start(self, task: int) -> None:
+        """Begin a task: a new optimizer, at the task's learning rate."""
+        s = self.settings
+        lr = s.lr * s.decay**task
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr, momentum=s.momentum)
+        self.model.train()
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """Train on one batch."""
+        self.optimizer.zero_grad()
+        self.loss(x, y).backward()
+        self.optimizer.step()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Loss of one batch."""
+        return F.cross_entropy(self.model(x), y)
+
+    def finish(self, task: int) -> None:
+        """End a task, its examples in the memory."""
+
+    def predictor(self) -> Callable[[Tensor], Tensor]:
+        """The function that predicts: images ``[B, ...]`` to scores ``[B, classes]``."""
+        return self.model.eval()

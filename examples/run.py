@@ -1,0 +1,148 @@
+"""One run: a method on a benchmark with a seed, from the first task to the result on disk."""
+
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ensemblayers
+
+from . import metrics
+from .benchmarks import PixelTasks
+from .costs import paper_cost, relative_flops
+from .errors import UsageError
+from .memory import Memory
+from .methods import METHODS
+from .models import mlp
+from .settings import Settings
+
+EVALUATION_BATCH = 10_000
+
+
+def run(
+    benchmark: PixelTasks,
+    method: str,
+    settings: Settings,
+    n: int,
+    seed: int,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Train a method on all tasks in turn and evaluate after each; return the result.
+
+    Args:
+        progress: called after each task with the number of tasks done and their total.
+
+    Returns:
+        What is stored as JSON: the accuracy matrix (percent; null where not measured), its
+        metrics, relative FLOPs, the configuration, versions and seconds.
+    """
+    started = time.perf_counter()
+    torch.manual_seed(seed)
+    order, drawn = (torch.Generator().manual_seed(seed) for _ in range(2))
+    memory = Memory(drawn)
+
+    def make() -> torch.nn.Module:
+        return mlp(benchmark.inputs, settings.hidden, benchmark.classes, settings.dropout)
+
+    trained = METHODS[method](lambda: make().to(device), settings, n, memory)
+    total = benchmark.num_tasks
+    accuracy = torch.full((total, total), torch.nan)
+    # Joint training meets all tasks at once: one round, whose row is the last.
+    rounds = (
+        [(total - 1, list(range(total)))] if trained.joint else [(t, [t]) for t in range(total)]
+    )
+    for task, tasks in rounds:
+        trained.start(0 if trained.joint else task)
+        for _ in range(settings.epochs):
+            for x, y in benchmark.batches(tasks, settings.batch, order):
+                trained.step(x, y)
+        memory.store(*benchmark.one_per_class(task, drawn))
+        trained.finish(task)
+        accuracy[task, : task + 1] = evaluate(trained.predictor(), benchmark, task + 1)
+        progress(task + 1, total)
+    seconds = time.perf_counter() - started
+    cpu = torch.zeros(10, benchmark.inputs)
+    return {
+        "benchmark": benchmark.name,
+        "method": method,
+        "n": n if trained.ensemble else 1,
+        "seed": seed,
+        "tasks": total,
+        "examples": len(benchmark.train[0]),
+        "settings": dataclasses.asdict(settings),
+        "accuracy": [[None if a.isnan() else round(a.item(), 4) for a in row] for row in accuracy],
+        "metrics": {
+            "final_accuracy": metrics.final_accuracy(accuracy),
+            "forgetting": _finite(metrics.forgetting(accuracy)),
+            "learning_accuracy": _finite(metrics.learning_accuracy(accuracy)),
+        },
+        "relative_flops": {
+            **relative_flops(method, make, settings, n, benchmark.inputs),
+            "paper": paper_cost(method, n, make(), cpu),
+        },
+        "seconds": round(seconds, 2),
+        "device": device.type,
+        "versions": {
+            "ensemblayers": ensemblayers.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+@torch.no_grad()
+def evaluate(predict: Callable[[Tensor], Tensor], benchmark: PixelTasks, tasks: int) -> Tensor:
+    """Test accuracy on each of the first tasks, in percent: ``[tasks]``."""
+    rates = []
+    for task in range(tasks):
+        x, y = benchmark.test_task(task)
+        parts = [predict(part).argmax(-1) for part in x.split(EVALUATION_BATCH)]
+        rates.append((torch.cat(parts) == y).double().mean() * 100)
+    return torch.stack(rates).float().cpu()
+
+
+def accuracy_matrix(result: dict[str, Any]) -> Tensor:
+    """The accuracy matrix of a stored result, NaN where it was not measured."""
+    rows = result["accuracy"]
+    return torch.tensor([[torch.nan if a is None else a for a in row] for row in rows])
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder for results; a UsageError where that can't be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"can't write results to {folder} ({error.strerror}): pass --out with another folder"
+        ) from None
+
+
+def save(result: dict[str, Any], folder: Path) -> Path:
+    """Write a result as JSON, atomically: the file is whole or not there."""
+    name = f"{result['method']}-n{result['n']}-seed{result['seed']}.json"
+    path = folder / name
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(result, file, indent=1)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+def _finite(value: float) -> float | None:
+    return None if value != value else value

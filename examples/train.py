@@ -1,0 +1,121 @@
+"""Train continual-learning methods on a stream of tasks and compare them.
+
+With no argument: naive SGD, MC-SGD, ensemble MC-SGD and Subspace-Connectivity on rotated-digits,
+which needs no data beyond scikit-learn's. Each run leaves a JSON file in the output folder, beside
+a figure of the accuracy on the tasks seen so far.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import UsageError
+
+DEFAULT_METHODS = ("naive", "mc-sgd", "ensemble-mc-sgd", "subspace-connectivity")
+
+
+@dataclass
+class Options:
+    benchmark: str = "rotated-digits"
+    """rotated-digits, rotated-mnist or permuted-mnist: 20 tasks each."""
+    method: tuple[str, ...] = DEFAULT_METHODS
+    """One or more of: naive, mc-sgd, ensemble-mc-sgd, ensemble-mc-sgd-bagging, subspace,
+    subspace-er, subspace-connectivity, batch-ensemble, vanilla-ensemble, multitask."""
+    n: int = 3
+    """Number of members of the ensemble methods."""
+    seed: int = 0
+    """Sets the initial weights, the order of the examples, the permutations and the buffer."""
+    device: str = "cpu"
+    """cpu, cuda, or any other device of torch."""
+    threads: int = 1
+    """CPU threads. The networks are small: more is seldom faster."""
+    data_root: Path = Path("data")
+    """Folder that holds the data sets, MNIST as MNIST/raw/*."""
+    download: bool = False
+    """Download a data set that is missing from the data root."""
+    out: Path = Path("runs")
+    """Folder for the results: one JSON file a run, and the figure."""
+    tasks: int | None = None
+    """Only the first tasks of the benchmark."""
+    examples: int | None = None
+    """Only so many training examples of each task."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    try:
+        import tyro
+
+        prog = "python -m examples.train"
+        compare(tyro.cli(Options, prog=prog, description=__doc__, args=arguments))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"error: no {error.name}: pip install 'ensemblayers[examples]'", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def compare(options: Options) -> None:
+    """Run the methods in turn, then print the table and draw the figure."""
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from . import report
+    from .benchmarks import BENCHMARKS
+    from .methods import METHODS
+    from .run import check_writable, run, save
+    from .settings import settings_for
+
+    for name in options.method:
+        if name not in METHODS:
+            raise UsageError(f"unknown method {name!r}: choose from {', '.join(METHODS)}")
+    if options.benchmark not in BENCHMARKS:
+        known = ", ".join(BENCHMARKS)
+        raise UsageError(f"unknown benchmark {options.benchmark!r}: choose from {known}")
+    for name in ("n", "tasks", "examples", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} must be at least 1, got {value}")
+    if options.seed < 0:
+        raise UsageError(f"--seed must be at least 0, got {options.seed}")
+    try:
+        device = torch.device(options.device)
+        torch.zeros((), device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"can't use --device {options.device}: {reason}") from None
+    torch.set_num_threads(options.threads)
+    folder = options.out / options.benchmark
+    check_writable(folder)
+
+    benchmark = BENCHMARKS[options.benchmark](options.seed, options.data_root, options.download)
+    benchmark = benchmark.shortened(options.tasks, options.examples).to(device)
+    console = Console()
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn())
+    results = []
+    with Progress(*columns, TextColumn("tasks"), TimeElapsedColumn(), console=console) as bars:
+        lines = {name: bars.add_task(name, total=None) for name in options.method}
+        for name, line in lines.items():
+            settings = settings_for(options.benchmark, name, options.n)
+
+            def progress(done: int, total: int, line: int = line) -> None:
+                bars.update(line, completed=done, total=total)
+
+            bars.reset(line)
+            result = run(benchmark, name, settings, options.n, options.seed, device, progress)
+            results.append(result)
+            save(result, folder)
+    console.print(report.table(results))
+    drawing = folder / f"accuracy-seed{options.seed}.png"
+    report.figure(results, drawing)
+    console.print(f"Results and figure: {folder}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import rotate
+
+from examples.benchmarks import (
+    PixelTasks,
+    permutation_maps,
+    permuted_mnist,
+    rotated_digits,
+    rotated_mnist,
+    rotation_maps,
+)
+from examples.errors import UsageError
+
+
+def tiny(tasks=3, examples=7, pixels=4):
+    x = torch.arange(examples * pixels).view(examples, pixels).to(torch.uint8)
+    y = torch.arange(examples) % 3
+    return PixelTasks("tiny", (x, y), (x[:4], y[:4]), permutation_maps(pixels, tasks, 0), 3)
+
+
+@pytest.mark.parametrize("angle", [0.0, 9.0, 45.0, 90.0, 171.0])
+def test_rotation_map_rotates_as_torchvision_does(angle):
+    x = torch.rand(5, 28, 28)
+    data = PixelTasks(
+        "x",
+        (x.flatten(1), torch.zeros(5)),
+        (x.flatten(1), torch.zeros(5).long()),
+        rotation_maps(28, [angle]),
+    )
+    expected = rotate(x, angle, InterpolationMode.NEAREST)
+    torch.testing.assert_close(data.test_task(0)[0].view(5, 28, 28), expected, rtol=0, atol=0)
+
+
+def test_first_permutation_is_the_identity_and_the_seed_sets_the_others():
+    maps = permutation_maps(784, 20, seed=3)
+    assert torch.equal(maps[0], torch.arange(784))
+    assert torch.equal(maps.sort(1).values, torch.arange(784).expand(20, -1))
+    assert torch.equal(maps, permutation_maps(784, 20, seed=3))
+    assert not torch.equal(maps[1], permutation_maps(784, 20, seed=4)[1])
+
+
+def test_an_epoch_shows_each_example_of_each_task_once():
+    data = tiny()
+    batches = list(data.batches([0, 2], 4, torch.Generator().manual_seed(0)))
+    assert [len(y) for _, y in batches] == [4, 4, 4, 2]
+    x = torch.cat([x for x, _ in batches]) * 255
+    images = data.train[0].float()
+    expected = torch.cat([images[:, data.maps[0]], images[:, data.maps[2]]])
+    assert sorted(map(tuple, x.round().tolist())) == sorted(map(tuple, expected.tolist()))
+
+
+def test_labels_stay_with_their_images():
+    data = tiny()
+    lookup = {
+        tuple(row): label for row, label in zip(*map(torch.Tensor.tolist, data.train), strict=True)
+    }
+    for x, y in data.batches([0], 3, torch.Generator().manual_seed(0)):
+        assert [lookup[tuple(row)] for row in (x * 255).round().tolist()] == y.tolist()
+
+
+def test_epochs_differ_and_the_generator_decides():
+    data = tiny()
+    generator = torch.Generator().manual_seed(1)
+    first, second = ([y.tolist() for _, y in data.batches([0], 7, generator)] for _ in range(2))
+    again = [y.tolist() for _, y in data.batches([0], 7, torch.Generator().manual_seed(1))]
+    assert first == again != second
+
+
+def test_buffer_examples_are_one_of_each_class_of_the_task():
+    data = tiny()
+    x, y = data.one_per_class(1, torch.Generator().manual_seed(0))
+    assert y.tolist() == [0, 1, 2]
+    task = (data.train[0][:, data.maps[1]].float() / 255).tolist()
+    assert all(row in task for row in x.tolist())
+
+
+def test_shortened_keeps_the_first_tasks_and_examples():
+    data = tiny().shortened(2, 5)
+    assert data.num_tasks == 2 and len(data.train[0]) == 5 and len(data.test[0]) == 4
+
+
+def test_digits_are_those_of_scikit_learn():
+    data = rotated_digits(0, None, False)
+    x = torch.cat([data.train[0], data.test[0]]) * 16
+    expected = load_digits().data
+    assert sorted(map(tuple, x.tolist())) == sorted(map(tuple, expected.tolist()))
+    assert (len(data.train[0]), len(data.test[0]), data.num_tasks) == (1437, 360, 20)
+
+
+def test_first_task_is_the_same_in_every_version():
+    x, y = rotated_digits(0, None, False).test_task(0)
+    digest = hashlib.sha256(np.ascontiguousarray((x * 16).byte().numpy()).tobytes())
+    digest.update(y.numpy().tobytes())
+    assert digest.hexdigest()[:16] == "3ea49a6c5c1f0810"
+
+
+@pytest.mark.parametrize("make", [rotated_mnist, permuted_mnist])
+def test_missing_data_says_what_to_do(make, tmp_path):
+    with pytest.raises(UsageError, match="--download"):
+        make(0, tmp_path, False)
