@@ -43,7 +43,7 @@ class PlainKeys(nn.Module):
 
 def forget_fast_path(module: nn.Module) -> None:
     """Keep nn.TransformerEncoderLayer from reading its children's weights past their forward."""
-    if isinstance(module, nn.TransformerEncoderLayer):
+    if isinstance(module, nn.TransformerEncoderLayer) and "_plain_activation" not in vars(module):
         module._plain_activation = module.activation_relu_or_gelu
         module.activation_relu_or_gelu = 0
 
@@ -52,3 +52,13 @@ def restore_fast_path(module: nn.Module) -> None:
     """Undo :func:`forget_fast_path`, where it was applied."""
     if "_plain_activation" in vars(module):
         module.activation_relu_or_gelu = vars(module).pop("_plain_activation")
+
+
+def check_outermost(model: nn.Module) -> None:
+    """Raise a ValueError for a module that holds a whole ensemble among others."""
+    for name, module in model.named_modules():
+        if isinstance(module, PlainKeys) and module is not model:
+            raise ValueError(
+                f"expected the ensemble itself, got {type(model).__name__} that holds a "
+                f"{type(module).__name__} as {name!r}; pass that, or make the whole an ensemble"
+            )

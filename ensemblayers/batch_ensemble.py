@@ -71,7 +71,7 @@ class BatchEnsembleLayer(nn.Module):
                 state_dict.setdefault(prefix + name, getattr(self, name).detach())
         bias = state_dict.get(prefix + "bias")
         if self.bias is not None and bias is not None and bias.dim() == 1:
-            state_dict[prefix + "bias"] = bias.expand(self.n, -1)
+            state_dict[prefix + "bias"] = bias.repeat(self.n, 1)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -117,7 +117,8 @@ class BatchEnsembleLinear(BatchEnsembleLayer):
         self.in_features, self.out_features = in_features, out_features
         self._attach(n, init, dd)
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **dd))
-        self.bias = nn.Parameter(torch.empty(n, out_features, **dd)) if bias else None
+        biases = nn.Parameter(torch.empty(n, out_features, **dd)) if bias else None
+        self.register_parameter("bias", biases)
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,7 +158,8 @@ class _BatchEnsembleConv(BatchEnsembleLayer, ConvOptions):
         plain = self._read_options(in_channels, out_channels, kernel_size, *options)
         self._attach(n, init, dd)
         self.weight = nn.Parameter(torch.empty(plain.weight.shape, **dd))
-        self.bias = nn.Parameter(torch.empty(n, out_channels, **dd)) if bias else None
+        biases = nn.Parameter(torch.empty(n, out_channels, **dd)) if bias else None
+        self.register_parameter("bias", biases)
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -298,8 +300,14 @@ def repeat_forward(module: nn.Module, n: int, args: Any, kwargs: Any) -> Any:
         return leaf.repeat(n, *(1,) * (leaf.dim() - 1)) if folds else leaf
 
     def unfold(leaf: Any) -> Any:
-        folds = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == n * rows
-        return leaf.unflatten(0, (n, rows)) if folds else leaf
+        if isinstance(leaf, Tensor):
+            folds = leaf.dim() and leaf.shape[0] == n * rows
+            return leaf.unflatten(0, (n, rows)) if folds else leaf
+        if not isinstance(leaf, (int, float, str, type(None))):
+            raise ValueError(
+                f"expected outputs of tensors in tuples, lists and dicts, got {type(leaf).__name__}"
+            )
+        return leaf
 
     args, kwargs = pytree.tree_map(fold, (args, kwargs))
     return pytree.tree_map(unfold, module(*args, **kwargs))

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 from . import batch_ensemble, subspace
 from ._init import check_sigma, vertices
-from ._module import copy_module, forget_fast_path, own_parameters, restore_fast_path
+from ._module import (
+    check_outermost,
+    copy_module,
+    forget_fast_path,
+    own_parameters,
+    restore_fast_path,
+)
 from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer, batch_ensemble_size
 from .functional import mix
 from .simplex import Point, check_member, check_n, drop_point_hooks, points, share_point
@@ -19,7 +25,12 @@ Where = Callable[[nn.Module, str], bool]
 
 
 def to_subspace(
-    model: nn.Module, *, n: int, sigma: float = 0.1, where: Where | None = None
+    model: nn.Module,
+    *,
+    n: int,
+    sigma: float = 0.1,
+    where: Where | None = None,
+    opaque: tuple[type[nn.Module], ...] = (),
 ) -> nn.Module:
     """Turn a model into a subspace of n vertices; vertex 0 is the model itself.
 
@@ -33,6 +44,9 @@ def to_subspace(
         n: number of vertices.
         sigma: vertex i > 0 starts as vertex 0 times N(1, sigma), elementwise.
         where: called with each module that has parameters and its name; False leaves it plain.
+        opaque: classes whose forward reads its children's parameters instead of calling the
+            children, as in ``F.linear(x, self.proj.weight)``. Below them, each module becomes a
+            :class:`~ensemblayers.Subspace`, whose parameters read as their value at the point.
 
     Returns:
         A converted copy, of the model's own class (a subclass of it where the model itself has
@@ -58,10 +72,12 @@ def to_subspace(
         for p in dict.fromkeys(p for _, module in chosen for p in own_parameters(module).values())
     }
     _check_ties(model, {id(module) for _, module in chosen}, stacked)
+    hidden = _below(model, opaque)
     converted = copy_module(model, stacked)
     for name, source in chosen:
         module = converted.get_submodule(name)
-        module.__class__ = _plain_layer(source, subspace.TYPED) or subspace.class_for(source)
+        typed = None if id(source) in hidden else _plain_layer(source, subspace.TYPED)
+        module.__class__ = typed or subspace.class_for(source)
         module._attach(n, sigma)
     for module in converted.modules():
         forget_fast_path(module)
@@ -76,6 +92,7 @@ def to_batch_ensemble(
     init: Literal["random_sign", "normal", "ones"] = "random_sign",
     train: Literal["split", "repeat"] = "split",
     where: Where | None = None,
+    opaque: tuple[type[nn.Module], ...] = (),
 ) -> BatchEnsemble:
     """Turn a model into a BatchEnsemble of n members that share its weights.
 
@@ -90,6 +107,8 @@ def to_batch_ensemble(
         init: how r and s start.
         train: what each member sees in training: see :class:`~ensemblayers.BatchEnsemble`.
         where: called with each layer and its name; False leaves it shared.
+        opaque: classes whose forward reads its children's parameters instead of calling the
+            children, as in ``F.linear(x, self.proj.weight)``; what is below them stays shared.
 
     Returns:
         A :class:`~ensemblayers.BatchEnsemble` of a converted copy.
@@ -101,6 +120,7 @@ def to_batch_ensemble(
         UserWarning: names the layers with weights that stay shared: subclasses of linear layers
             and convolutions, parametrized ones, attention and recurrent layers.
 
+    >>> import torch
     >>> model = to_batch_ensemble(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), n=4)
     >>> model.eval()(torch.zeros(10, 4)).shape
     torch.Size([4, 10, 2])
@@ -111,14 +131,21 @@ def to_batch_ensemble(
         raise ValueError(
             f"expected the batch in dimension 0, got batch_first=False in {', '.join(time_first)}"
         )
+    hidden = _below(model, opaque)
     layers, shared = [], []
-    for name, module in _chosen(model, where, BatchEnsembleLayer):
-        if _plain_layer(module, batch_ensemble.TYPED):
+    for name, module in model.named_modules():
+        holds = isinstance(module, _HOLDS_MATRICES) and not isinstance(module, BatchEnsembleLayer)
+        if not holds or (where is not None and not where(module, name)):
+            continue
+        if _plain_layer(module, batch_ensemble.TYPED) and id(module) not in hidden:
             layers.append(name)
-        elif isinstance(module, _HOLDS_MATRICES):
+        else:
             shared.append(f"{name or 'the model'} ({type(module).__name__})")
     if not layers:
-        raise ValueError("expected a model with linear layers or convolutions to convert, got none")
+        raise ValueError(
+            "expected a model with linear layers or convolutions to convert, got "
+            + (f"only what stays shared: {', '.join(shared)}" if shared else "none")
+        )
     if shared:
         warnings.warn(f"shared by all members as they are: {', '.join(shared)}", stacklevel=2)
     biases = {
@@ -126,6 +153,7 @@ def to_batch_ensemble(
         for name in layers
         if (bias := model.get_submodule(name).bias) is not None
     }
+    _check_ties(model, {id(model.get_submodule(name)) for name in layers}, biases)
     converted = copy_module(model, biases)
     for layer in map(converted.get_submodule, layers):
         layer.__class__ = batch_ensemble.TYPED[type(layer)]
@@ -135,6 +163,9 @@ def to_batch_ensemble(
             fast.requires_grad_(layer.weight.requires_grad)
     for module in converted.modules():
         forget_fast_path(module)
+        if isinstance(module, nn.TransformerEncoder) and "_plain_nested" not in vars(module):
+            # A nested tensor, which a padding mask brings about, can't be shared out to members.
+            module._plain_nested, module.use_nested_tensor = module.use_nested_tensor, False
     return BatchEnsemble(converted, train=train)
 
 
@@ -150,6 +181,7 @@ def to_stacked(model: nn.Module, *, n: int, reset: bool = False) -> StackedEnsem
     Raises:
         ValueError: n < 1; with ``reset``, parameters of modules without ``reset_parameters``.
 
+    >>> import torch
     >>> to_stacked(nn.Linear(4, 2), n=5)(torch.zeros(10, 4)).shape
     torch.Size([5, 10, 2])
     """
@@ -194,6 +226,7 @@ def member(model: nn.Module, i: int) -> nn.Module:
         return model.member(i)
     if isinstance(model, BatchEnsemble):
         model = model.module
+    check_outermost(model)
     if any(isinstance(m, BatchEnsembleLayer) for m in model.modules()):
         return _batch_ensemble_member(model, i)
     return _at_points(model, lambda point, like: point.vertex(i, like))
@@ -252,11 +285,30 @@ def _chosen(
             yield name, module
 
 
+# Known classes of this kind, by name: torchvision is optional.
+_OPAQUE = {
+    f"torchvision.models.swin_transformer.ShiftedWindowAttention{version}" for version in ("", "V2")
+}
+
+
+def _below(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> set[int]:
+    """The ids of the modules below those whose forward reads its children's parameters."""
+    return {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, opaque)
+        or any(f"{c.__module__}.{c.__qualname__}" in _OPAQUE for c in type(module).__mro__)
+        for child in module.modules()
+        if child is not module
+    }
+
+
 def _plain_layer(
     module: nn.Module, typed: dict[type[nn.Module], type[nn.Module]]
 ) -> type[nn.Module] | None:
     """The ensemble layer for a module of exactly a class of torch.nn, with nothing added to it."""
     bare = set(module._parameters) == {"weight", "bias"} and not module._buffers
+    bare = bare and "forward" not in vars(module)
     return typed.get(type(module)) if bare and not module._modules else None
 
 
@@ -306,6 +358,8 @@ def _batch_ensemble_member(model: nn.Module, i: int) -> nn.Module:
     copied = copy_module(model)
     for module in copied.modules():
         restore_fast_path(module)
+        if "_plain_nested" in vars(module):
+            module.use_nested_tensor = vars(module).pop("_plain_nested")
         if isinstance(module, BatchEnsembleLayer):
             weight, bias = module._member_weight(i).detach(), module.bias
             module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
+from ._module import check_outermost
 from .batch_ensemble import (
     BatchEnsemble,
     BatchEnsembleLayer,
@@ -17,7 +17,7 @@ from .batch_ensemble import (
     repeat_forward,
 )
 from .simplex import at, points
-from .stacked import StackedEnsemble
+from .stacked import StackedEnsemble, stack_outputs
 from .subspace import SubspaceLayer
 
 
@@ -31,12 +31,17 @@ def members(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         model: an ensemble, or a plain module.
         *args, **kwargs: the model's arguments, ``[B, ...]``, shared by all members.
 
+    Raises:
+        ValueError: a module that holds a BatchEnsemble or a StackedEnsemble among others, or
+            outputs that can't be stacked.
+
     >>> from ensemblayers import SubspaceLinear
     >>> members(SubspaceLinear(8, 2, n=3), torch.zeros(5, 8)).shape
     torch.Size([3, 5, 2])
     """
     if isinstance(model, StackedEnsemble):
         return model(*args, shared=True, **kwargs)
+    check_outermost(model)
     kinds = {
         k for m in model.modules() for k in (SubspaceLayer, BatchEnsembleLayer) if isinstance(m, k)
     }
@@ -47,7 +52,7 @@ def members(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for vertex in range(points(model)[0].n) if kinds else [None]:
         with at(model, vertex=vertex) if kinds else contextlib.nullcontext():
             outputs.append(model(*args, **kwargs))
-    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *outputs)
+    return stack_outputs(outputs)
 
 
 def combine(
@@ -76,20 +81,22 @@ def combine(
     n, classes = logits.shape[0], logits.shape[-1]
     if rule == "logits":
         return logits.mean(0).softmax(-1)
-    log_p = logits.log_softmax(-1)
-    mean = (log_p.logsumexp(0) - math.log(n)).exp()
+    p = logits.softmax(-1)
+    mean = p.mean(0)
     if rule == "average":
         return mean
     if rule == "hard":
-        most_confident = log_p.amax(-1, keepdim=True).argmax(0, keepdim=True)
-        return log_p.gather(0, most_confident.expand(1, *log_p.shape[1:])).squeeze(0).exp()
+        most_confident = p.amax(-1, keepdim=True).argmax(0, keepdim=True)
+        return p.gather(0, most_confident.expand(1, *p.shape[1:])).squeeze(0)
     if rule == "majority":
         votes = nn.functional.one_hot(logits.argmax(-1), classes).sum(0).to(mean.dtype)
         tied = votes == votes.amax(-1, keepdim=True)
         winner = mean.masked_fill(~tied, -1).argmax(-1, keepdim=True)
-        # The winner of a tie comes first by the smallest margin that argmax sees.
-        lead = nn.functional.one_hot(winner.squeeze(-1), classes) * 4 * torch.finfo(mean.dtype).eps
-        return votes / n + lead
+        # The winner of a tie, of at most half of the votes, comes first by what rounding leaves.
+        leads = nn.functional.one_hot(winner.squeeze(-1), classes) * (
+            tied.sum(-1, keepdim=True) > 1
+        )
+        return votes / n + leads.to(mean.dtype) * torch.finfo(mean.dtype).eps
     raise ValueError(f"expected rule average, logits, hard or majority, got rule={rule!r}")
 
 
@@ -197,6 +204,8 @@ def recalibrate(model: nn.Module, data: Iterable[Any]) -> Recalibration:
     for ensemble in [m for m in modules if isinstance(m, StackedEnsemble)]:
         modules += ensemble.skeleton_modules()
     norms = [m for m in modules if isinstance(m, _BatchNorm) and m.track_running_stats]
+    # vmap can't do momentum None, which alone is right for a norm that is called several times.
+    strategies = [(m, m.strategy) for m in modules if isinstance(m, StackedEnsemble)]
     modes = [(m, m.training) for m in modules]
     momenta = [(m, m.momentum) for m in norms]
     buffers = [b for m in norms for b in m.buffers(recurse=False)]
@@ -209,10 +218,12 @@ def recalibrate(model: nn.Module, data: Iterable[Any]) -> Recalibration:
             model.eval()
             for m in norms:
                 m.training = True
+                m.momentum = None
                 m.reset_running_stats()
-            for batches, batch in enumerate(data if norms else (), 1):
-                for m in norms:
-                    m.momentum = 1 / batches  # The k-th batch weighs 1 / k: a plain mean.
+            for ensemble, _ in strategies:
+                ensemble.strategy = "loop"
+            for batch in data if norms else ():
+                batches += 1
                 x = batch[0] if isinstance(batch, (tuple, list)) else batch
                 model(x.to(device))
             if norms and not batches:
@@ -225,13 +236,16 @@ def recalibrate(model: nn.Module, data: Iterable[Any]) -> Recalibration:
                 m.training = mode
             for m, momentum in momenta:
                 m.momentum = momentum
+            for ensemble, strategy in strategies:
+                ensemble.strategy = strategy
     return handle
 
 
 @contextlib.contextmanager
 def _generators_kept(data: Any, device: torch.device) -> Iterator[None]:
     """Restore the state of torch's generators, and of a data loader's own."""
-    owners = (data, getattr(data, "sampler", None))
+    batches = getattr(data, "batch_sampler", None)
+    owners = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
     own = {g for o in owners if (g := getattr(o, "generator", None)) is not None}
     states = [(g, g.get_state()) for g in own]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

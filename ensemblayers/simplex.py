@@ -131,12 +131,13 @@ class Point:
     def _device_dtype(like: Tensor | None) -> dict[str, Any]:
         if like is None:
             return {"dtype": torch.float32}
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        double = like.dtype in (torch.float64, torch.complex128)
+        dtype = torch.float64 if double else torch.float32
         return {"device": like.device, "dtype": dtype}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy finds its owner at its next forward pass, and holds no output of a graph.
-        state = {**self.__dict__, "owner": None}
+        state = {**self.__dict__, "owner": None, "drawn": None}
         return {k: v.detach() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def __repr__(self) -> str:
@@ -151,9 +152,9 @@ def check_n(n: int) -> None:
 
 def check_member(i: int, n: int) -> int:
     """Index of member i of n, counted from 0; raises a ValueError where there is none."""
-    if not -n <= i < n:
+    if i not in range(-n, n):
         raise ValueError(f"expected a member or vertex in 0..{n - 1}, got {i}")
-    return i % n
+    return int(i) % n
 
 
 def points(model: nn.Module) -> list[Point]:
@@ -162,10 +163,10 @@ def points(model: nn.Module) -> list[Point]:
     Raises:
         ValueError: the model has none.
     """
-    found = {id(p): p for m in model.modules() if (p := vars(m).get("subspace_point"))}
+    found = [m.subspace_point for m in model.modules() if "subspace_point" in vars(m)]
     if not found:
         raise ValueError(f"expected a model with subspace layers, got {type(model).__name__}")
-    return list(found.values())
+    return list({id(p): p for p in found}.values())
 
 
 def share_point(model: nn.Module, point: Point | None = None) -> Point:
@@ -199,7 +200,8 @@ def share_point(model: nn.Module, point: Point | None = None) -> Point:
         drop_point_hooks(module)
         if "subspace_point" in vars(module):
             module.subspace_point = point
-    model.register_forward_pre_hook(point.before_forward)
+    # First, as other hooks may read parameters at the point (old-style weight_norm does).
+    model.register_forward_pre_hook(point.before_forward, prepend=True)
     return point
 
 
@@ -231,7 +233,7 @@ def set_point(
     """
     if alpha is not None and vertex is not None:
         raise ValueError(f"expected alpha or vertex, got alpha={alpha} and vertex={vertex}")
-    like = next(model.parameters())
+    like = next(model.parameters(), None)
     for point in points(model):
         point.set(alpha if vertex is None else point.vertex(vertex, like), like)
 

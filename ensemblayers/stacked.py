@@ -1,6 +1,7 @@
 """Vanilla ensembles: n networks with stacked parameters, called at once."""
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -8,12 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils import _pytree as pytree
 
 from ._module import PlainKeys, copy_module, own_parameters
 from .simplex import check_member
-
-_CONV_DIMS = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5}
 
 
 class StackedEnsemble(PlainKeys):
@@ -29,7 +29,7 @@ class StackedEnsemble(PlainKeys):
         strategy: ``"vmap"`` batches the members by torch.func.vmap, ``"loop"`` calls them one by
             one, ``"auto"`` takes the loop on a CPU (where it is faster) and wherever vmap can't do
             the job: recurrent layers, data-dependent control flow, attributes that differ among
-            the members or are plain tensors.
+            the members, are plain tensors, or change in the forward pass.
 
     Shape:
         - Input: ``[B, ...]`` shared by all members, or ``[n, B, ...]``, one batch a member. Pass
@@ -53,6 +53,8 @@ class StackedEnsemble(PlainKeys):
         *,
         strategy: Literal["auto", "loop", "vmap"] = "auto",
     ) -> None:
+        if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+            raise ValueError(f"expected a list of models, got one {type(models).__name__}")
         models = list(models)
         if strategy not in ("auto", "loop", "vmap"):
             raise ValueError(f"expected strategy auto, loop or vmap, got strategy={strategy!r}")
@@ -72,7 +74,7 @@ class StackedEnsemble(PlainKeys):
         self._vmaps = not self._skeletons and not any(
             isinstance(m, nn.RNNBase) for m in first.modules()
         )
-        self._vmap_tried = False
+        self._vmap_tried: set[bool] = set()  # The training modes in which it worked.
         self._input_dim = _input_dim(first)
 
     def forward(self, *args: Any, shared: bool | None = None, **kwargs: Any) -> Any:
@@ -90,9 +92,10 @@ class StackedEnsemble(PlainKeys):
             ValueError: a module has parameters and no such method.
         """
         owners = [(name, m) for name, m in self.module.named_modules() if own_parameters(m)]
+        # Children first, as in their construction: nn.MultiheadAttention draws over its children's.
         resets = {
             m: getattr(m, "reset_parameters", getattr(m, "_reset_parameters", None))
-            for _, m in self.module.named_modules()
+            for m in reversed(list(self.module.modules()))
         }
         missing = [f"{name} ({type(m).__name__})" for name, m in owners if resets[m] is None]
         if missing:
@@ -165,6 +168,7 @@ class StackedEnsemble(PlainKeys):
         rows = {name: p.unbind(0) for name, p in parameters.items()}
         flat, spec = pytree.tree_flatten((args, kwargs))
         dims = pytree.tree_leaves(in_dims, is_leaf=lambda x: x is None)
+        attributes = [] if self._skeletons else _snapshot(self.module)
         outputs = []
         for i in range(self.n):
             own = {name: row[i] for name, row in rows.items()}
@@ -177,10 +181,24 @@ class StackedEnsemble(PlainKeys):
             for name, old in before.items():
                 if own[name] is not old:  # The module assigned a new tensor to its buffer.
                     buffers[name][i].copy_(own[name])
-        return pytree.tree_map(lambda *leaves: _stack(leaves), *outputs)
+            if not self._skeletons and _changed(self.module, attributes):
+                self._part(i, attributes)
+        return stack_outputs(outputs)
+
+    def _part(self, i: int, before: list[dict[str, Any]]) -> None:
+        """Give each member its own attributes: the module's are now those of member i."""
+        after = _snapshot(self.module)
+        _restore(self.module, before)
+        self._skeletons = [_skeleton(self.module) for _ in range(self.n)]
+        for module, old, new in zip(self._skeletons[i].modules(), before, after, strict=True):
+            changed = {k: v for k, v in new.items() if k not in old or _differ(old[k], v)}
+            vars(module).update(changed)
+        self._vmaps = False
 
     def _vmap(self, in_dims: Any, args: Any, kwargs: Any) -> Any:
         parameters, buffers = self._tensors()
+        saved = {name: b.clone() for name, b in buffers.items()}
+        attributes = _snapshot(self.module)
 
         def call(parameters: dict, buffers: dict, args: Any, kwargs: Any) -> Any:
             own = {**parameters, **buffers}
@@ -190,17 +208,32 @@ class StackedEnsemble(PlainKeys):
             return out
 
         batched = vmap(call, in_dims=(0, 0, *in_dims), randomness="different")
-        if self._vmap_tried:
-            return batched(parameters, buffers, args, kwargs)
-        saved = {name: b.clone() for name, b in buffers.items()}
-        try:
+
+        def restore() -> None:
+            _restore(self.module, attributes)
+            with torch.no_grad():
+                for name, b in buffers.items():
+                    b.copy_(saved[name])
+
+        def attempt() -> Any:
             out = batched(parameters, buffers, args, kwargs)
-        except RuntimeError:
-            for name, b in buffers.items():
-                b.copy_(saved[name])
-            self._vmaps = False
-            return self._loop(in_dims, args, kwargs)
-        self._vmap_tried = True
+            if _changed(self.module, attributes):
+                raise RuntimeError("an attribute was assigned")
+            return out
+
+        try:
+            if self.training not in self._vmap_tried and not torch.compiler.is_compiling():
+                # A failed attempt must leave no trace in the graph or the generators: activation
+                # checkpointing would not find it again.
+                with torch.no_grad(), _fork_rng(parameters, buffers):
+                    attempt()
+                restore()
+                self._vmap_tried.add(self.training)
+            return attempt()
+        except (RuntimeError, TypeError, ValueError):
+            restore()
+        out = self._loop(in_dims, args, kwargs)
+        self._vmaps = False
         return out
 
     def _caller(self, i: int) -> nn.Module:
@@ -236,18 +269,38 @@ class StackedEnsemble(PlainKeys):
         for name, tensor in own.items():
             plain = state_dict.get(prefix + name)
             if isinstance(plain, Tensor) and plain.dim() == tensor.dim() - 1:
-                state_dict[prefix + name] = plain.expand(self.n, *plain.shape)
+                state_dict[prefix + name] = plain.expand(self.n, *plain.shape).clone()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
+def stack_outputs(outputs: list[Any]) -> Any:
+    """Stack the members' outputs, tensor by tensor; what is no tensor has to be equal in all."""
+    return pytree.tree_map(lambda *leaves: _stack(leaves), *outputs)
+
+
 def _stack(leaves: tuple) -> Any:
-    return torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
+    first = leaves[0]
+    if isinstance(first, Tensor):
+        return torch.stack(leaves)
+    plain = isinstance(first, (int, float, str, type(None)))
+    if plain and all(leaf == first for leaf in leaves):
+        return first
+    raise ValueError(
+        "expected outputs of tensors in tuples, lists and dicts, got "
+        f"{type(first).__name__}{' values that differ among the members' if plain else ''}"
+    )
+
+
+def _fork_rng(*tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager:
+    devices = {t.device for d in tensors for t in d.values() if t.device.type == "cuda"}
+    return torch.random.fork_rng(list(devices))
 
 
 def _input_dim(model: nn.Module) -> int | None:
-    """Dimensions of a batched input, where the first layer with parameters tells."""
-    first = next((m for m in model.modules() if own_parameters(m)), None)
-    return _CONV_DIMS.get(type(first))
+    """Dimensions of a batched input, where the first layer with parameters is a convolution."""
+    conv = nn.modules.conv._ConvNd
+    first = next((m for m in model.modules() if isinstance(m, conv) or own_parameters(m)), None)
+    return len(first.kernel_size) + 2 if isinstance(first, conv) else None
 
 
 def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -258,7 +311,7 @@ def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     return {
-        "class": {name: type(m) for name, m in modules.items()},
+        "class": {name: type_before_parametrizations(m) for name, m in modules.items()},
         "training mode": {name: m.training for name, m in modules.items()},
         "shape": {name: tuple(t.shape) for name, t in tensors.items()},
         "dtype": {name: t.dtype for name, t in tensors.items()},
@@ -274,6 +327,9 @@ def _check_alike(models: list[nn.Module]) -> None:
     for i, model in enumerate(models):
         if not isinstance(model, nn.Module):
             raise ValueError(f"expected modules to stack, got {type(model).__name__} at {i}")
+        lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+        if lazy:
+            raise ValueError(f"expected parameters with shapes, got lazy {lazy[0]}; run it once")
     reference = _describe(models[0])
     for i, model in enumerate(models[1:], 1):
         for what, other in _describe(model).items():
@@ -287,6 +343,7 @@ def _check_alike(models: list[nn.Module]) -> None:
 
 
 _TENSORS = ("_parameters", "_buffers", "_modules", "training")
+_CONTAINERS = (list, dict, set)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -297,6 +354,10 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def _same_attributes(models: list[nn.Module]) -> bool:
     """Whether the members are equal but for parameters and buffers, with no other tensors."""
     for modules in zip(*(m.modules() for m in models), strict=True):
+        # A buffer that is None so far may be assigned in the forward pass; a norm's never is.
+        norm = isinstance(modules[0], nn.modules.batchnorm._NormBase)
+        if not norm and any(b is None for b in modules[0]._buffers.values()):
+            return False
         first, *others = map(_attributes, modules)
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(first)):
             return False
@@ -306,6 +367,43 @@ def _same_attributes(models: list[nn.Module]) -> bool:
         except (RuntimeError, ValueError):  # Objects that can't be compared.
             return False
     return True
+
+
+def _snapshot(model: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of each module of a model, lists, dicts and sets as copies.
+
+    None under torch.compile: they would break the graph.
+    """
+    if torch.compiler.is_compiling():
+        return []
+    return [
+        {k: copy.copy(v) if type(v) in _CONTAINERS else v for k, v in _attributes(m).items()}
+        for m in model.modules()
+    ]
+
+
+def _differ(old: Any, new: Any) -> bool:
+    if old is new:
+        return False
+    if type(old) is not type(new):
+        return True
+    if isinstance(old, dict):
+        return old.keys() != new.keys() or any(_differ(v, new[k]) for k, v in old.items())
+    if isinstance(old, list):
+        return len(old) != len(new) or any(map(_differ, old, new))
+    return not isinstance(old, (int, float, str, set)) or old != new
+
+
+def _changed(model: nn.Module, before: list[dict[str, Any]]) -> bool:
+    """Whether attributes, or their lists, dicts and sets, changed since a snapshot."""
+    return any(map(_differ, before, map(_attributes, model.modules())))
+
+
+def _restore(model: nn.Module, before: list[dict[str, Any]]) -> None:
+    for module, old in zip(model.modules(), before, strict=False):
+        for name in _attributes(module).keys() - old.keys():
+            del vars(module)[name]
+        vars(module).update(old)
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -321,3 +419,4 @@ def _skeleton(model: nn.Module) -> nn.Module:
 def _copy_attributes(source: nn.Module, target: nn.Module) -> None:
     for own, other in zip(target.modules(), copy_module(source).modules(), strict=True):
         vars(own).update(_attributes(other))
+        own._buffers.update((k, b) for k, b in other._buffers.items() if own._buffers[k] is None)

@@ -34,14 +34,23 @@ class SubspaceLayer(nn.Module):
         self.subspace_point = Point(n)
         self.subspace_point.owner = self
         if isinstance(self, nn.RNNBase):
-            self._flat_weights = []
+            self._flat_weights = [None] * len(self._flat_weights_names)
 
     def _alpha(self) -> Tensor:
         """The weights for one forward pass: a new draw where the point is the layer's own."""
         point = self.subspace_point
         if not point.shared:
             point.begin(self)
-        return point.current(next(p for p in self._parameters.values() if p is not None))
+        return point.current(next(self.parameters(), None))
+
+    def _apply(self, fn, recurse=True):
+        # A stack of vertices has a dimension too many for fn to give it a memory format.
+        def flat(t: Tensor) -> Tensor:
+            return fn(t.flatten(1)).unflatten(1, t.shape[1:]) if t.dim() > 3 else fn(t)
+
+        for module in self.children() if recurse else ():
+            module._apply(fn)
+        return super()._apply(flat, recurse=False)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # A plain layer's tensors become the first vertex, as in the conversion of that layer.
@@ -129,7 +138,8 @@ class SubspaceLinear(_TypedLayer):
         self.in_features, self.out_features = in_features, out_features
         self._attach(n, sigma)
         self.weight = nn.Parameter(torch.empty(n, out_features, in_features, **dd))
-        self.bias = nn.Parameter(torch.empty(n, out_features, **dd)) if bias else None
+        biases = nn.Parameter(torch.empty(n, out_features, **dd)) if bias else None
+        self.register_parameter("bias", biases)
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,7 +173,8 @@ class _SubspaceConv(_TypedLayer, ConvOptions):
         plain = self._read_options(in_channels, out_channels, kernel_size, *options)
         self._attach(n, sigma)
         self.weight = nn.Parameter(torch.empty(n, *plain.weight.shape, **dd))
-        self.bias = nn.Parameter(torch.empty(n, out_channels, **dd)) if bias else None
+        biases = nn.Parameter(torch.empty(n, out_channels, **dd)) if bias else None
+        self.register_parameter("bias", biases)
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -242,13 +253,12 @@ class Subspace(SubspaceLayer):
     def __new__(cls, module: nn.Module | None = None, **kwargs: Any):
         # No module: a copy or an unpickling of an object of the final class.
         if module is not None:
+            if reason := why_not(module):
+                raise ValueError(f"can't take {type(module).__name__} as a subspace: {reason}")
             cls = class_for(module)
         return super().__new__(cls)
 
     def __init__(self, module: nn.Module, *, n: int, sigma: float = 0.1) -> None:
-        reason = why_not(module)
-        if reason:
-            raise ValueError(f"can't take {type(module).__name__} as a subspace: {reason}")
         check_n(n)
         self.__dict__.update(vars(copy_module(module)))
         for name, p in self._parameters.items():
@@ -256,18 +266,17 @@ class Subspace(SubspaceLayer):
                 stacked = vertices(p, n, sigma)
                 self._parameters[name] = nn.Parameter(stacked, requires_grad=p.requires_grad)
         self._attach(n, sigma)
+        if self._forward_pre_hooks:
+            # Draw before them: old-style weight_norm reads parameters in its hook.
+            self.subspace_point.shared = True
+            self.register_forward_pre_hook(self.subspace_point.before_forward, prepend=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         alpha = self._alpha()
-        if alpha.dim() == 1:
-            recurrent = isinstance(self, nn.RNNBase)
-            return (self._recurrent if recurrent else super().forward)(*args, **kwargs)
-        if not isinstance(self, CHANNEL_NORMS + TRAILING_NORMS):
-            raise ValueError(
-                f"a point per example (alpha {list(alpha.shape)}) is for linear layers, "
-                f"convolutions and norms, not for {self.subspace_kind.__name__}"
-            )
-        return self._norm_per_example(alpha, *args, **kwargs)
+        if alpha.dim() == 2 and self._is_plain_norm():
+            return self._norm_per_example(alpha, *args, **kwargs)
+        recurrent = isinstance(self, nn.RNNBase)
+        return (self._recurrent if recurrent else super().forward)(*args, **kwargs)
 
     def _recurrent(self, *args: Any, **kwargs: Any) -> Any:
         # A recurrent layer reads its weights from a list, which holds them in this pass only.
@@ -275,7 +284,12 @@ class Subspace(SubspaceLayer):
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self._flat_weights = []
+            self._flat_weights = [None] * len(self._flat_weights_names)
+
+    def _is_plain_norm(self) -> bool:
+        """Whether scale and shift come last: a subclass may do more after them."""
+        plain = self.subspace_kind.__module__.startswith("torch.nn.modules.")
+        return plain and isinstance(self, CHANNEL_NORMS + TRAILING_NORMS)
 
     def _norm_per_example(self, alpha: Tensor, x: Tensor) -> Tensor:
         """Normalise once, then scale and shift each example at its own point."""
@@ -317,7 +331,14 @@ def _at_point(name: str) -> property:
         if self.__dict__.get("_subspace_resetting"):
             return p.detach()[0]
         alpha = self.subspace_point.current(p)
-        return functional.mix(p, alpha) if alpha.dim() == 1 else None
+        if alpha.dim() == 1:
+            return functional.mix(p, alpha)
+        if self._is_plain_norm():
+            return None
+        raise ValueError(
+            f"a point per example (alpha {list(alpha.shape)}) is for linear layers, convolutions "
+            f"and norms of torch.nn, not for {self.subspace_kind.__name__}"
+        )
 
     return property(read)
 
@@ -358,10 +379,18 @@ def _blank(kind: type[nn.Module], names: tuple[str, ...]) -> Subspace:
 
 def why_not(module: nn.Module) -> str | None:
     """Say why a module's own parameters can't be stacked, or None."""
+    if isinstance(module, SubspaceLayer):
+        return "it is a subspace layer already"
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if not parameters:
+        return "it has no parameters of its own"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is scripted"
-    if any(nn.parameter.is_lazy(p) for p in module._parameters.values()):
+    if any(nn.parameter.is_lazy(p) for p in parameters):
         return "its parameters are lazy; run it once first"
-    if getattr(module, "sparse", False):
+    exact = [p.dtype for p in parameters if not (p.is_floating_point() or p.is_complex())]
+    if exact:
+        return f"a parameter of {exact[0]} has no points in between"
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
         return "sparse gradients can't be shared out to n vertices; use sparse=False"
     return None

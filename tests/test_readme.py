@@ -19,6 +19,8 @@ def test_the_example_runs_as_printed():
 
 
 def test_the_commands_name_extras_that_exist():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     named = re.findall(r"'\.\[(\w+)\]'", "".join(blocks("sh")))
     assert len(named) == 2 and set(named) <= extras.keys()

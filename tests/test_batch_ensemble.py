@@ -1,0 +1,349 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import ensemblayers as el
+
+LINEARS = [{}, {"bias": False}]
+CONVS = [
+    {},
+    {"stride": 2},
+    {"stride": (2, 1, 3)},
+    {"padding": 1},
+    {"padding": (2, 0, 1)},
+    {"padding": "same"},
+    {"padding": "same", "dilation": (2, 1, 2)},
+    {"padding": "valid", "dilation": 2},
+    {"groups": 2},
+    {"groups": 4, "out_channels": 8},
+    {"bias": False},
+    {"padding_mode": "circular", "padding": 1},
+    {"padding_mode": "circular", "padding": "same", "dilation": 2},
+    {"padding_mode": "reflect", "padding": (1, 2, 1)},
+    {"padding_mode": "replicate", "padding": 2, "stride": 2, "groups": 2, "bias": False},
+]
+
+
+def conv_pair(space, options, n, **kwargs):
+    """A BatchEnsemble convolution, and a function that makes the plain one of the same options."""
+    options = {"in_channels": 4, "out_channels": 6, "kernel_size": 3, **options}
+    options = {k: v[:space] if isinstance(v, tuple) else v for k, v in options.items()}
+    kind = getattr(nn, f"Conv{space}d")
+    layer = getattr(el, f"BatchEnsembleConv{space}d")(**options, n=n, dtype=torch.float64, **kwargs)
+    return layer, lambda: kind(**options, dtype=torch.float64)
+
+
+def linear_pair(options, n, **kwargs):
+    layer = el.BatchEnsembleLinear(5, 4, **options, n=n, dtype=torch.float64, **kwargs)
+    return layer, lambda: nn.Linear(5, 4, **options, dtype=torch.float64)
+
+
+def leaves(layer):
+    return {k: p.detach().clone().requires_grad_() for k, p in layer.named_parameters()}
+
+
+def explicit(make, own, x):
+    """A folded batch through n plain layers of the weights W * (s_i r_i^T), one at a time."""
+    weight, r, s = own["weight"], own["r"], own["s"]
+    outputs, share = weight.shape[:2]
+    groups = r.shape[1] // share
+    channels = [
+        [o // (outputs // groups) * share + j for j in range(share)] for o in range(outputs)
+    ]
+    y = []
+    for i, rows in enumerate(x.chunk(len(r))):
+        scale = s[i][:, None] * r[i][torch.tensor(channels)]
+        tensors = {"weight": weight * scale.reshape(scale.shape + (1,) * (weight.dim() - 2))}
+        if "bias" in own:
+            tensors["bias"] = own["bias"][i]
+        y.append(functional_call(make(), tensors, rows))
+    return torch.cat(y)
+
+
+def assert_explicit(layer, make, x):
+    """Output and every gradient are those of the plain layers."""
+    own = leaves(layer)
+    x, x_ = x.requires_grad_(), x.detach().clone().requires_grad_()
+    y, z = layer(x), explicit(make, own, x_)
+    torch.testing.assert_close(y, z)
+    g = torch.randn_like(z)
+    names = [k for k, _ in layer.named_parameters()]
+    torch.testing.assert_close(
+        torch.autograd.grad(y, [x, *layer.parameters()], g),
+        torch.autograd.grad(z, [x_, *(own[k] for k in names)], g),
+    )
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (3, 2, 5), (6, 2, 3, 5), (0, 5)])
+@pytest.mark.parametrize("options", LINEARS)
+def test_linear(options, shape):
+    layer, make = linear_pair(options, n=3, init="normal")
+    assert_explicit(layer, make, torch.randn(shape, dtype=torch.float64))
+    assert vars(el.member(layer, 0)).keys() == vars(make()).keys()
+
+
+@pytest.mark.parametrize("options", CONVS, ids=str)
+@pytest.mark.parametrize("space", [1, 2, 3])
+def test_conv(space, options):
+    layer, make = conv_pair(space, options, n=2, init="normal")
+    assert_explicit(layer, make, torch.randn(4, 4, *(7, 6, 5)[:space], dtype=torch.float64))
+    plain, alone = make(), el.member(layer, 1)
+    assert type(alone) is type(plain) and vars(alone).keys() == vars(plain).keys()
+    assert layer.weight.shape == plain.weight.shape
+    assert layer.r.shape == (2, 4) and layer.s.shape == (2, plain.out_channels)
+
+
+@pytest.mark.parametrize("space, name", [(2, "channels_last"), (3, "channels_last_3d")])
+def test_conv_channels_last(space, name):
+    form = getattr(torch, name)
+    layer, make = conv_pair(space, {"padding": 1}, n=2, init="normal")
+    layer = layer.to(memory_format=form)
+    x = torch.randn(4, 4, *(5,) * space, dtype=torch.float64).to(memory_format=form)
+    assert_explicit(layer, make, x)
+    plain = make().to(memory_format=form)
+    assert layer(x).stride() == plain(x).stride()
+
+
+@pytest.mark.parametrize("rows", ["sum", "expand", "slice", "transpose"])
+def test_gradients_of_any_stride(rows):
+    layer, make = linear_pair({}, n=2, init="normal")
+    own, x = leaves(layer), torch.randn(10, 6, dtype=torch.float64).T[:, :5].repeat(2, 1)[:6]
+    loss = {
+        "sum": lambda y: y.sum(),
+        "expand": lambda y: (y[:1].expand(7, -1) ** 2).sum(),
+        "slice": lambda y: (y[::2, 1:] ** 2).sum(),
+        "transpose": lambda y: (torch.cat([y.T, y.T]) ** 3).sum(),
+    }[rows]
+    loss(layer(x)).backward()
+    loss(explicit(make, own, x)).backward()
+    for k, p in layer.named_parameters():
+        torch.testing.assert_close(p.grad, own[k].grad)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    ],
+)
+@pytest.mark.parametrize("pair", [lambda: linear_pair({}, 3), lambda: conv_pair(1, {}, 3)])
+def test_steps(pair, optimizer):
+    layer, make = pair()
+    own = leaves(layer)
+    ours, theirs = (
+        optimizer(layer.parameters()),
+        optimizer([own[k] for k in dict(layer.named_parameters())]),
+    )
+    shape = (6, 5) if isinstance(layer, el.BatchEnsembleLinear) else (6, 4, 5)
+    for _ in range(3):
+        x = torch.randn(shape, dtype=torch.float64)
+        for opt, y in ((ours, layer(x)), (theirs, explicit(make, own, x))):
+            opt.zero_grad()
+            (y**2).mean().backward()
+            opt.step()
+    for k, p in layer.named_parameters():
+        torch.testing.assert_close(p, own[k])
+
+
+def test_gradcheck():
+    layer, _ = linear_pair({}, n=2, init="normal")
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    names, params = zip(*layer.named_parameters(), strict=True)
+
+    def call(x, *params):
+        return functional_call(layer, dict(zip(names, params, strict=True)), x)
+
+    assert torch.autograd.gradcheck(call, (x, *params))
+    assert torch.autograd.gradgradcheck(call, (x, *params))
+
+
+@pytest.mark.parametrize(
+    "layer, x",
+    [
+        (el.BatchEnsembleLinear(5, 4, n=3), torch.zeros(7, 5)),
+        (el.BatchEnsembleConv1d(2, 4, 3, n=3), torch.zeros(7, 2, 5)),
+        (el.BatchEnsembleConv2d(2, 4, 3, n=3, padding="same"), torch.zeros(7, 2, 5, 5)),
+    ],
+)
+def test_batch_that_does_not_divide(layer, x):
+    with pytest.raises(ValueError, match=r"n=3.* 7 rows"):
+        layer(x)
+    model = el.BatchEnsemble(nn.Sequential(nn.ReLU(), layer))
+    with pytest.raises(ValueError, match=r"n=3.* 7 rows.*train='repeat'"):
+        model(x)
+    assert model.eval()(x).shape[:2] == (3, 7)
+
+
+def test_unbatched_conv():
+    with pytest.raises(ValueError, match=r"\[4, 5, 5\]"):
+        el.BatchEnsembleConv2d(4, 4, 3, n=2)(torch.zeros(4, 5, 5))
+
+
+def telltale(n):
+    """A layer whose member i adds 100 * i to its input."""
+    layer = el.BatchEnsembleLinear(1, 1, n=n, init="ones")
+    with torch.no_grad():
+        layer.weight.fill_(1)
+        layer.bias.copy_(100 * torch.arange(n)[:, None])
+    return layer
+
+
+def test_rows_of_split():
+    y = el.BatchEnsemble(telltale(3), train="split")(torch.arange(6.0)[:, None])
+    assert y.flatten().tolist() == [0, 1, 102, 103, 204, 205]
+
+
+@pytest.mark.parametrize("train, mode", [("split", False), ("repeat", False), ("repeat", True)])
+def test_rows_of_repeat(train, mode):
+    y = el.BatchEnsemble(telltale(3), train=train).train(mode)(torch.arange(2.0)[:, None])
+    assert y.squeeze(-1).tolist() == [[0, 1], [100, 101], [200, 201]]
+
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = telltale(2)
+
+    def forward(self, x, *, scale, nested, flag, table):
+        assert flag == "on" and table.shape == (7, 1) and nested["none"] is None
+        y = self.layer(x) * scale + nested["more"][0]
+        return {"y": y, "pair": (y + 1, None), "flag": flag, "table": table, "loss": y.sum()}
+
+
+def test_keyword_and_nested_arguments_are_folded():
+    x, scale = torch.arange(3.0)[:, None], torch.tensor([[1.0], [2.0], [3.0]])
+    nested = {"more": [scale * 1000], "none": None}
+    model = el.BatchEnsemble(Keywords()).eval()
+    out = model(x, scale=scale, nested=nested, flag="on", table=torch.zeros(7, 1))
+    y = torch.stack([(x + 100 * i) * scale + scale * 1000 for i in range(2)])
+    torch.testing.assert_close(out["y"], y)
+    torch.testing.assert_close(out["pair"][0], y + 1)
+    assert out["pair"][1] is None and out["flag"] == "on" and out["loss"].shape == ()
+    assert out["table"].shape == (7, 1)
+
+
+class Opaque(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = telltale(2)
+
+    def forward(self, x):
+        return torch.distributions.Normal(self.layer(x), 1.0)
+
+
+def test_outputs_that_cannot_be_unfolded():
+    with pytest.raises(ValueError, match="got Normal"):
+        el.BatchEnsemble(Opaque()).eval()(torch.zeros(4, 1))
+
+
+def test_no_batch():
+    with pytest.raises(ValueError, match="batch dimension"):
+        el.BatchEnsemble(telltale(2))(3)
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda **k: linear_pair({}, **k), lambda **k: conv_pair(2, {}, **k)]
+)
+def test_init(kind):
+    torch.manual_seed(1)
+    sign, normal, ones = (kind(n=2000, init=i)[0] for i in ("random_sign", "normal", "ones"))
+    for fast in (sign.r, sign.s):
+        assert set(fast.unique().tolist()) == {-1, 1} and abs(fast.mean()) < 0.05
+    for fast in (normal.r, normal.s):
+        assert abs(fast.mean() - 1) < 0.03 and abs(fast.std() - 0.5) < 0.03
+    assert (ones.r == 1).all() and (ones.s == 1).all()
+    assert not torch.equal(sign.r[:, 0], sign.r[:, 1]) and not torch.equal(sign.r[0], sign.r[1])
+
+
+@pytest.mark.parametrize(
+    "layer, fan_in",
+    [
+        (lambda: el.BatchEnsembleLinear(256, 512, n=4), 256),
+        (lambda: el.BatchEnsembleConv2d(32, 256, 3, n=4), 288),
+        (lambda: el.BatchEnsembleConv1d(128, 512, 5, n=4, groups=4), 160),
+    ],
+)
+@pytest.mark.parametrize("meta", [False, True])
+def test_init_is_a_plain_layers(layer, fan_in, meta):
+    if meta:
+        with torch.device("meta"):
+            layer_ = layer()
+        layer_ = layer_.to_empty(device="cpu")
+        layer_.reset_parameters()
+    else:
+        layer_ = layer()
+    bound = 1 / math.sqrt(fan_in)
+    assert layer_.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
+    assert layer_.bias.abs().max() <= bound
+    for own in layer_.bias:
+        assert own.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
+    assert not torch.equal(layer_.bias[0], layer_.bias[1])
+    assert set(layer_.r.unique().tolist()) == {-1, 1}
+
+
+def test_reset_fast_weights_leaves_the_rest():
+    layer, _ = linear_pair({}, n=4)
+    before = leaves(layer)
+    layer.reset_fast_weights()
+    assert torch.equal(layer.weight, before["weight"]) and torch.equal(layer.bias, before["bias"])
+    assert not (torch.equal(layer.r, before["r"]) and torch.equal(layer.s, before["s"]))
+
+
+@pytest.mark.parametrize("name", ["Linear", "Conv1d"])
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"init": "zeros", "n": 2}, "random_sign, normal, ones.*'zeros'"),
+        ({"n": 0}, "n=0"),
+        ({"n": 2.0}, "n=2.0"),
+    ],
+)
+def test_layer_errors(name, options, match):
+    args = (3, 4) if name == "Linear" else (3, 4, 1)
+    with pytest.raises(ValueError, match=match):
+        getattr(el, f"BatchEnsemble{name}")(*args, **options)
+
+
+@pytest.mark.parametrize(
+    "module, options, match",
+    [
+        (nn.Linear(2, 2), {}, "none"),
+        (nn.Sequential(telltale(2), telltale(3)), {}, r"n=\[2, 3\]"),
+        (telltale(2), {"train": "share"}, "'share'"),
+    ],
+)
+def test_wrapper_errors(module, options, match):
+    with pytest.raises(ValueError, match=match):
+        el.BatchEnsemble(module, **options)
+
+
+@pytest.mark.parametrize(
+    "text, layer",
+    [
+        ("in_features=5, out_features=4, bias=True, n=3", lambda: linear_pair({}, 3)[0]),
+        (
+            "padding=(1, 1), groups=2, bias=False",
+            lambda: conv_pair(2, {"padding": 1, "groups": 2, "bias": False}, 3)[0],
+        ),
+        ("n=3, train='repeat'", lambda: el.BatchEnsemble(telltale(3), train="repeat")),
+    ],
+)
+def test_repr(text, layer):
+    assert text in repr(layer())
+
+
+def test_n_is_that_of_the_shapes():
+    assert telltale(5).n == 5 and el.BatchEnsemble(telltale(5)).n == 5
+
+
+def test_compile():
+    model = el.BatchEnsemble(nn.Sequential(linear_pair({}, n=2)[0], nn.ReLU()))
+    x = torch.randn(4, 5, dtype=torch.float64)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for mode in (True, False):
+        model.train(mode)
+        torch.testing.assert_close(compiled(x), model(x))

@@ -1,0 +1,421 @@
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel
+from torchvision.models import resnet18
+
+import ensemblayers as el
+
+pytestmark = pytest.mark.filterwarnings("ignore:shared by all members", "ignore:.*nested tensor")
+OWN = (el.BatchEnsembleLinear, el.BatchEnsembleConv1d, el.BatchEnsembleConv2d)
+
+
+class Net(nn.Module):
+    """Nested, with a list, a dict, and a layer that is used twice; batchnorm is a choice."""
+
+    def __init__(self, norm=True):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding="same", padding_mode="circular")
+        self.norm = nn.BatchNorm2d(4) if norm else nn.GroupNorm(2, 4)
+        self.blocks = nn.ModuleList([nn.Conv2d(4, 4, 3, stride=2, groups=2, bias=False)])
+        self.twice = nn.Linear(4, 4)
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
+
+    def forward(self, x):
+        x = self.norm(self.stem(x)).relu()
+        for block in self.blocks:
+            x = block(x).tanh()
+        x = self.twice(self.twice(x.mean((2, 3))).tanh())
+        return torch.cat([head(x) for head in self.heads.values()], -1)
+
+
+def images(rows=6):
+    return torch.randn(rows, 3, 7, 7, dtype=torch.float64)
+
+
+def plain(**options):
+    net = Net(**options).double()
+    with torch.no_grad():
+        for b in net.buffers():
+            if b.is_floating_point():
+                b.uniform_(0.5, 2)
+    return net
+
+
+def explicit(state, i):
+    """Member i's tensors under the plain network's names, from those of the ensemble."""
+    own = {}
+    for name, value in state.items():
+        layer, _, kind = name.rpartition(".")
+        fast = layer + ".r" in state
+        if kind in ("r", "s"):
+            continue
+        if fast and kind == "weight":
+            r, s = state[layer + ".r"][i], state[layer + ".s"][i]
+            groups = len(r) // value.shape[1]
+            rows = [r.chunk(groups)[o * groups // len(s)] for o in range(len(s))]
+            scale = torch.stack([a * b for a, b in zip(s, rows, strict=True)])
+            value = value * scale.reshape(scale.shape + (1,) * (value.dim() - 2))
+        elif fast:
+            value = value[i]
+        own[name] = value
+    return own
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("init", ["random_sign", "normal"])
+def test_members_are_plain_networks(norm, init):
+    model = el.to_batch_ensemble(plain(norm=norm), n=3, init=init).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    x = images()
+    outputs = model(x)
+    for i in range(3):
+        own = Net(norm=norm).double().eval()
+        own.load_state_dict(explicit(model.state_dict(), i))
+        torch.testing.assert_close(outputs[i], own(x))
+        torch.testing.assert_close(el.members(model, x)[i], own(x))
+        alone = el.member(model, i)
+        assert [type(m) for m in alone.modules()] == [type(m) for m in own.modules()]
+        assert list(alone.state_dict()) == list(own.state_dict())
+        assert repr(alone) == repr(own)
+        torch.testing.assert_close(alone(x), own(x))
+    torch.testing.assert_close(el.member(model, -1)(x), outputs[2])
+
+
+@pytest.mark.parametrize("train", ["split", "repeat"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+    ],
+)
+def test_training_is_that_of_plain_networks(train, optimizer):
+    source = plain(norm=False)
+    model = el.to_batch_ensemble(source, n=3, train=train)
+    own = {k: p.detach().clone().requires_grad_() for k, p in model.state_dict().items()}
+    ours, theirs = optimizer(model.parameters()), optimizer(own.values())
+    for _ in range(3):
+        x = images()
+        shares = x.chunk(3) if train == "split" else [x] * 3
+        outputs = [functional_call(source, explicit(own, i), x_) for i, x_ in enumerate(shares)]
+        z = torch.cat(outputs) if train == "split" else torch.stack(outputs)
+        y = model(x)
+        torch.testing.assert_close(y, z)
+        for opt, out in ((ours, y), (theirs, z)):
+            opt.zero_grad()
+            (out**2).mean().backward()
+        for k, p in model.module.named_parameters():
+            torch.testing.assert_close(p.grad, own[k].grad)
+        ours.step()
+        theirs.step()
+    for k, p in model.module.named_parameters():
+        torch.testing.assert_close(p, own[k])
+
+
+def test_resnet_with_ones_is_the_source():
+    source = resnet18(num_classes=5).double().eval()
+    before = copy.deepcopy(source.state_dict())
+    model = el.to_batch_ensemble(source, n=2, init="ones").eval()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        expected = source(x)
+        for y in model(x):
+            torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(source.state_dict(), before)
+    assert not {id(p) for p in source.parameters()} & {id(p) for p in model.parameters()}
+    other = resnet18(num_classes=5).double().eval()
+    assert model.load_state_dict(other.state_dict(), strict=True).missing_keys == []
+    with torch.no_grad():
+        for y in model(x):
+            torch.testing.assert_close(y, other(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_plain_state_dict(assign):
+    model, other = el.to_batch_ensemble(plain(), n=3), plain()
+    fast = {k: v.clone() for k, v in model.state_dict().items() if k.endswith((".r", ".s"))}
+    assert len(fast) == 10
+    state = other.state_dict()
+    keys = list(state)
+    model.load_state_dict(state, strict=True, assign=assign)
+    assert list(state) == keys
+    now = model.state_dict()
+    for k, v in state.items():
+        layer, _, kind = k.rpartition(".")
+        expected = torch.stack([v] * 3) if kind == "bias" and layer + ".r" in now else v
+        assert torch.equal(now[k], expected)
+    assert all(torch.equal(now[k], v) for k, v in fast.items())
+    # A step works, and moves each member's bias on its own.
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model(images()) ** 2).sum().backward()
+    opt.step()
+    assert not torch.equal(model.module.twice.bias[0], model.module.twice.bias[1])
+
+
+@pytest.mark.parametrize("drop", ["stem.weight", "stem.bias", "norm.running_mean"])
+def test_incomplete_state_dict(drop):
+    state = plain().state_dict()
+    del state[drop]
+    with pytest.raises(RuntimeError, match=drop):
+        el.to_batch_ensemble(plain(), n=3).load_state_dict(state)
+
+
+def by_state_dict(model):
+    other = el.to_batch_ensemble(plain(), n=model.n)
+    other.load_state_dict(model.state_dict(), strict=True)
+    return other
+
+
+def by_parent(model):
+    old, new = (nn.ModuleDict({"a": m}) for m in (model, el.to_batch_ensemble(plain(), n=model.n)))
+    assert "a.stem.weight" in old.state_dict()
+    new.load_state_dict(old.state_dict(), strict=True)
+    return new["a"]
+
+
+def by_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def by_save_of_state(model):
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    other = el.to_batch_ensemble(plain(), n=model.n)
+    other.load_state_dict(torch.load(io.BytesIO(file.getvalue())), strict=True)
+    return other
+
+
+ROUND_TRIPS = {
+    "state_dict": by_state_dict,
+    "in a parent": by_parent,
+    "torch.save": by_save,
+    "saved state_dict": by_save_of_state,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "AveragedModel": lambda model: AveragedModel(model).module,
+}
+
+
+@pytest.mark.parametrize("trip", ROUND_TRIPS)
+def test_round_trips(trip):
+    model = el.to_batch_ensemble(plain(), n=3)
+    model(images()).sum().backward()
+    other = ROUND_TRIPS[trip](model.eval()).eval()
+    x = images()
+    assert torch.equal(model(x), other(x))
+    assert other.n == 3 and all(m.n == 3 for m in other.modules() if isinstance(m, OWN))
+    assert not {id(p) for p in model.parameters()} & {id(p) for p in other.parameters()}
+    other.train()(x).sum().backward()
+
+
+class Subclass(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def pruned(layer):
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+    return layer
+
+
+def patched(layer):
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight, layer.bias) * 2
+    return layer
+
+
+def old_weight_norm(layer):
+    with warnings.catch_warnings(action="ignore"):
+        return nn.utils.weight_norm(layer)
+
+
+NOT_PLAIN = {
+    "Subclass": lambda: Subclass(4, 4),
+    "ParametrizedLinear": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "ParametrizedLinear ": lambda: parametrizations.spectral_norm(nn.Linear(4, 4, bias=False)),
+    "Linear": lambda: old_weight_norm(nn.Linear(4, 4)),
+    "Linear ": lambda: pruned(nn.Linear(4, 4)),
+    "Linear  ": lambda: patched(nn.Linear(4, 4)),
+    "Conv1d": lambda: old_weight_norm(nn.Conv1d(4, 4, 1)),
+    "Bilinear": lambda: nn.Bilinear(4, 4, 4),
+    "LSTMCell": lambda: nn.LSTMCell(4, 4),
+    "ConvTranspose2d": lambda: nn.ConvTranspose2d(4, 4, 1),
+    "NonDynamicallyQuantizableLinear": lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(
+        4, 4
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_what_is_not_plain_is_shared_and_named(name):
+    source = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).double()
+    source.add_module("odd", NOT_PLAIN[name]().double())
+    with pytest.warns(UserWarning, match=rf"odd \({name.strip()}\)$"):
+        model = el.to_batch_ensemble(source, n=2, init="ones").eval()
+    assert type(model.module.odd) is type(source.odd)
+    assert not hasattr(model.module.odd, "r")
+    if name.strip() in ("Subclass", "ParametrizedLinear", "Linear"):
+        x, expected = torch.randn(3, 4).double(), source.eval()
+        for y in model(x):
+            torch.testing.assert_close(y, expected(x))
+
+
+def test_lazy():
+    source = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
+    with pytest.warns(UserWarning, match=r"1 \(LazyLinear\)"):
+        model = el.to_batch_ensemble(source, n=2)
+    assert model(torch.zeros(2, 4)).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"0 \(LazyLinear\)"):
+        el.to_batch_ensemble(nn.Sequential(nn.LazyLinear(3)), n=2)
+
+
+def test_plain_layers_are_not_named():
+    with warnings.catch_warnings(action="error"):
+        el.to_batch_ensemble(plain(), n=2)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.MultiheadAttention(4, 2),
+        lambda: nn.LSTM(4, 4),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8),
+    ],
+)
+def test_batch_in_dimension_1(layer):
+    with pytest.raises(ValueError, match="batch_first=False in 1"):
+        el.to_batch_ensemble(nn.Sequential(nn.Linear(4, 4), layer()), n=2)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("stack", [False, True])
+def test_transformer(grad, masked, stack):
+    source = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
+    if stack:
+        source = nn.TransformerEncoder(source, 2)
+    model = el.to_batch_ensemble(source, n=3, init="normal").eval()
+    x, keep = torch.randn(2, 5, 8, dtype=torch.float64), torch.ones(2, 5, dtype=torch.bool)
+    keep[0, 3:] = not masked
+    options = {"src_key_padding_mask": ~keep} if masked else {}
+    with torch.set_grad_enabled(grad):
+        outputs = model(x, **options)
+    for i, y in enumerate(outputs):
+        own = copy.deepcopy(source).eval()
+        own.load_state_dict(explicit(model.state_dict(), i))
+        torch.testing.assert_close(y[keep], own(x, **options)[keep])
+        alone = el.member(model, i)
+        with torch.no_grad():
+            torch.testing.assert_close(alone(x, **options), own(x, **options))
+        for m, plain in zip(alone.modules(), own.modules(), strict=True):
+            for fast in ("activation_relu_or_gelu", "use_nested_tensor"):
+                assert getattr(m, fast, None) == getattr(plain, fast, None)
+            assert vars(m).keys() == vars(plain).keys()
+    assert not torch.allclose(outputs[0][keep], outputs[1][keep])
+
+
+def test_where():
+    model = el.to_batch_ensemble(plain(), n=2, where=lambda m, name: not name.startswith("heads"))
+    names = {k for k, m in model.module.named_modules() if isinstance(m, OWN)}
+    assert names == {"stem", "blocks.0", "twice"}
+    assert type(model.module.heads["a"]) is nn.Linear
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 2, bias=False), nn.Conv1d(4, 2, 3, padding=1)])
+def test_root_and_back(layer):
+    layer = layer.double()
+    model = el.to_batch_ensemble(layer, n=2)
+    alone = el.member(model, 0)
+    assert type(alone) is type(layer) and vars(alone).keys() == vars(layer).keys()
+    again = el.to_batch_ensemble(alone, n=3, init="ones").eval()
+    x = torch.randn(3, 4, *(5,) * (layer.weight.dim() - 2), dtype=torch.float64)
+    torch.testing.assert_close(again(x)[2], model.eval()(x)[0])
+
+
+def test_frozen_hooks_mode_and_device_stay():
+    source = plain().eval()
+    source.twice.requires_grad_(False)
+    calls = []
+    source.twice.register_forward_hook(lambda *args: calls.append(1))
+    model = el.to_batch_ensemble(source, n=2)
+    assert not model.training and not any(m.training for m in model.modules())
+    assert not any(p.requires_grad for p in model.module.twice.parameters())
+    assert all(p.requires_grad for p in model.module.stem.parameters())
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+    model(images())
+    assert len(calls) == 2
+    assert not any(p.requires_grad for p in el.member(model, 0).twice.parameters())
+    with torch.device("meta"):
+        meta = Net()
+    assert all(p.is_meta for p in el.to_batch_ensemble(meta, n=2).parameters())
+
+
+def test_tied_weights_stay_tied():
+    source = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)).double()
+    source[1].weight = source[0].weight
+    model = el.to_batch_ensemble(source, n=2)
+    assert model.module[0].weight is model.module[1].weight
+    x = torch.arange(4) % 5
+    for i in range(2):
+        own, layer = el.member(model, i), model.module[1]
+        weight = layer.weight * layer.s[i][:, None] * layer.r[i]
+        expected = nn.functional.linear(layer.weight[x], weight, layer.bias[i])
+        torch.testing.assert_close(own(x), expected)
+        torch.testing.assert_close(el.members(model, x)[i], expected)
+
+
+def test_bias_tied_to_what_stays_plain():
+    source = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    source[1].bias = source[0].bias
+    with pytest.raises(ValueError, match=r"1\.bias is tied"):
+        el.to_batch_ensemble(source, n=2)
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda: el.to_batch_ensemble(nn.ReLU(), n=2), "got none"),
+        (lambda: el.to_batch_ensemble(nn.Linear(2, 2), n=0), "n=0"),
+        (lambda: el.to_batch_ensemble(nn.Linear(2, 2), n=2, init="one"), "'one'"),
+        (lambda: el.to_batch_ensemble(nn.Linear(2, 2), n=2, train="all"), "'all'"),
+        (lambda: el.member(el.to_batch_ensemble(nn.Linear(2, 2), n=2), 2), r"0\.\.1, got 2"),
+        (
+            lambda: el.member(nn.Sequential(el.to_batch_ensemble(nn.Linear(2, 2), n=2)), 0),
+            "Sequential that holds a BatchEnsemble as '0'",
+        ),
+    ],
+)
+def test_errors(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+class ReadsItsChild(nn.Module):
+    """A module that reads a child's parameters past the child's forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.proj.weight, self.proj.bias)
+
+
+def test_children_that_are_read_and_not_called_stay_shared():
+    source = nn.Sequential(ReadsItsChild(), nn.Linear(3, 2))
+    with pytest.warns(UserWarning, match="0.proj"):
+        model = el.to_batch_ensemble(source, n=2, init="ones", opaque=(ReadsItsChild,)).eval()
+    x = torch.randn(5, 4)
+    assert isinstance(model.module[0].proj, nn.Linear)
+    torch.testing.assert_close(model(x), source(x).expand(2, -1, -1))

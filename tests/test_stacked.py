@@ -1,0 +1,699 @@
+import copy
+import io
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+import ensemblayers as el
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+STRATEGIES = ["auto", "loop", "vmap"]
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def dense():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def conv():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(100, 3)
+    ).double()
+
+
+def images(*batch):
+    return torch.randn(*batch, 3, 5, 5, dtype=torch.float64)
+
+
+def vectors(*batch):
+    return torch.randn(*batch, 4, dtype=torch.float64)
+
+
+def batchnorm(**options):
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6, **options), nn.ReLU(), nn.Linear(6, 3)
+    ).double()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.head(self.cell(x[:, None].expand(-1, 3, -1))[0][:, -1])
+
+
+class Branch(nn.Module):
+    """The branch depends on the member's own weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y * 2 if self.layer.bias.sum() > 0 else y - 1
+
+
+class PlainTensor(nn.Module):
+    """A tensor that is neither a parameter nor a buffer, another one in each member."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.scale = torch.randn(3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+class InPlace(nn.Module):
+    """A plain tensor that is equal in all members and updated in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.total = torch.zeros(1, dtype=torch.float64)
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.total.add_(y.detach().mean())
+        return y * self.total
+
+
+class AssignedBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.mean
+
+
+class Counter(nn.Module):
+    """Python state that changes in the forward pass: a number, a list, a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.steps, self.seen, self.table = 0, [], {}
+
+    def forward(self, x):
+        self.steps += 1
+        self.seen.append(self.steps)
+        self.table["last"] = self.steps
+        return self.layer(x) * (self.steps + len(self.seen) + self.table["last"])
+
+
+class Hidden(nn.Module):
+    """A hidden state that appears in the first forward pass, and in some members only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.state = None
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.state is not None:
+            y = y + self.state
+        if self.layer.bias[0] > 0:
+            self.state = y.detach().mean(0)
+        return y
+
+
+class LateBuffer(nn.Module):
+    """A buffer that the first forward pass makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("start", None)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.start is None:
+            self.start = y.detach().mean(0)
+        return y - self.start
+
+
+def parametrized():
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh()).double()
+
+
+def scalars(p, eps, slope):
+    net = nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6, eps=eps), nn.LeakyReLU(slope), nn.Dropout(p)
+    )
+    return net.double()
+
+
+# Each entry: the members, and a batch for each call.
+NETS = {
+    "dense": (lambda i: dense(), vectors),
+    "conv": (lambda i: conv(), images),
+    "batchnorm": (lambda i: batchnorm(), vectors),
+    "momentum None": (lambda i: batchnorm(momentum=None), vectors),
+    "no statistics": (lambda i: batchnorm(track_running_stats=False), vectors),
+    "LSTM": (lambda i: Recurrent().double(), vectors),
+    "branch": (lambda i: Branch().double(), vectors),
+    "plain tensor": (lambda i: PlainTensor().double(), vectors),
+    "tensor in place": (lambda i: InPlace().double(), vectors),
+    "assigned buffer": (lambda i: AssignedBuffer().double(), vectors),
+    "counter": (lambda i: Counter().double(), vectors),
+    "hidden": (lambda i: Hidden().double(), vectors),
+    "late buffer": (lambda i: LateBuffer().double(), vectors),
+    "parametrized": (lambda i: parametrized(), vectors),
+    "scalars": (lambda i: scalars(float(i == 1), (1e-5, 0.1, 3)[i], i / 10), vectors),
+    "momenta": (lambda i: batchnorm(momentum=(0.1, 0.5, None)[i]), vectors),
+}
+
+
+def make(name, n=3):
+    return [NETS[name][0](i) for i in range(n)]
+
+
+def assert_members(ensemble, nets):
+    """Parameters and buffers, momentum and counts included, are those of the networks."""
+    state = ensemble.state_dict()
+    for i, net in enumerate(nets):
+        own = {k: v for k, v in net.state_dict().items() if k != "start"}
+        assert list(state) == list(own)
+        for name, value in own.items():
+            torch.testing.assert_close(state[name][i], value)
+
+
+@each_strategy
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+        lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
+    ],
+    ids=["SGD", "AdamW"],
+)
+def test_training_is_that_of_separate_networks(name, strategy, shared, optimizer):
+    nets, batch = make(name), NETS[name][1]
+    ensemble = el.StackedEnsemble(nets, strategy=strategy)
+    assert all(p.is_leaf for p in ensemble.parameters())
+    x = batch(5)
+    # First in evaluation, where vmap can do more.
+    torch.testing.assert_close(
+        ensemble.eval()(x, shared=True), torch.stack([net.eval()(x) for net in nets])
+    )
+    for net in (ensemble, *nets):
+        net.train()
+    ours, theirs = optimizer(ensemble.parameters()), [optimizer(net.parameters()) for net in nets]
+    for _ in range(3):
+        x = batch(5) if shared else batch(3, 5)
+        outputs = ensemble(x, shared=shared)
+        expected = [net(x if shared else x[i]) for i, net in enumerate(nets)]
+        torch.testing.assert_close(outputs, torch.stack(expected))
+        for opt in (ours, *theirs):
+            opt.zero_grad()
+        (outputs**2).mean((1, 2)).sum().backward()
+        for y in expected:
+            (y**2).mean().backward()
+        grads = [[p.grad for p in net.parameters()] for net in nets]
+        for p, own in zip(ensemble.parameters(), zip(*grads, strict=True), strict=True):
+            torch.testing.assert_close(p.grad, torch.stack(own))
+        for opt in (ours, *theirs):
+            opt.step()
+    assert_members(ensemble, nets)
+    # Attributes like the hidden state count as a member's own, too.
+    alone = [ensemble.member(i).eval() for i in range(3)]
+    for own, net in zip(alone, nets, strict=True):
+        x = batch(4)
+        torch.testing.assert_close(own(x), net.eval()(x))
+
+
+@each_strategy
+def test_vmap_is_what_runs(strategy, monkeypatch):
+    """The tests of strategies compare two ways indeed."""
+    calls = []
+    ensemble = el.StackedEnsemble(make("conv"), strategy=strategy)
+    original = el.StackedEnsemble._loop
+    monkeypatch.setattr(
+        el.StackedEnsemble, "_loop", lambda *args: calls.append(1) or original(*args)
+    )
+    ensemble(images(4))
+    assert len(calls) == (strategy != "vmap")
+
+
+@pytest.mark.parametrize("strategy", ["loop", "vmap"])
+def test_dropout_differs_per_member(strategy):
+    nets = [nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5)) for _ in range(3)]
+    for net in nets:
+        nn.init.zeros_(net[0].weight)
+        nn.init.ones_(net[0].bias)
+    ensemble = el.StackedEnsemble(nets, strategy=strategy)
+    a, b, c = ensemble(torch.zeros(200, 1)).squeeze(-1)
+    assert ensemble._use_vmap() == (strategy == "vmap")
+    assert not torch.equal(a, b) and not torch.equal(b, c)
+    for own in (a, b, c):
+        assert set(own.tolist()) == {0, 2} and 60 < own.count_nonzero() < 140
+    assert torch.equal(ensemble.eval()(torch.zeros(5, 1)), torch.ones(3, 5, 1))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+@each_strategy
+def test_tied_weights(strategy):
+    nets = [Tied().double() for _ in range(2)]
+    ensemble = el.StackedEnsemble(nets, strategy=strategy)
+    assert ensemble.module.head.weight is ensemble.module.embed.weight
+    assert len(list(ensemble.parameters())) == 2
+    x = torch.tensor([0, 3, 3])
+    ensemble(x).pow(2).sum().backward()
+    for net in nets:
+        net(x).pow(2).sum().backward()
+    torch.testing.assert_close(
+        ensemble.module.embed.weight.grad, torch.stack([net.embed.weight.grad for net in nets])
+    )
+    own = ensemble.member(1)
+    assert own.head.weight is own.embed.weight
+
+
+def untied():
+    net = Tied()
+    net.head = nn.Linear(4, 5)
+    return net
+
+
+UNLIKE = {
+    "at least one model": list,
+    "list of models, got one Sequential": dense,
+    "got str at 1": lambda: [dense(), "model"],
+    "class.*1.*Tanh.*ReLU": lambda: [
+        dense(),
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double(),
+    ],
+    r"shape.*weight.*\(4, 4\).*\(4, 3\)|shape.*in 1": lambda: [
+        nn.Sequential(nn.ReLU(), nn.Linear(4, 4)),
+        nn.Sequential(nn.ReLU(), nn.Linear(3, 4)),
+    ],
+    "shape.*bias.*None": lambda: [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)],
+    "training mode.*True.*False": lambda: [dense(), dense().eval()],
+    "requires_grad.*True.*False": lambda: [
+        dense(),
+        nn.Sequential(*dense()[:2], dense()[2].requires_grad_(False)),
+    ],
+    "dtype.*float64.*float32": lambda: [dense(), dense().float()],
+    "device.*cpu.*meta": lambda: [dense(), dense().to("meta")],
+    "ties|head.weight": lambda: [Tied(), untied()],
+    "lazy weight": lambda: [nn.LazyLinear(2)],
+}
+
+
+@pytest.mark.parametrize("match", UNLIKE)
+def test_models_unlike(match):
+    with pytest.raises(ValueError, match=match):
+        el.StackedEnsemble(UNLIKE[match]())
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda: el.StackedEnsemble([dense()], strategy="map"), "'map'"),
+        (lambda: el.to_stacked(dense(), n=0), "n=0"),
+        (
+            lambda: el.StackedEnsemble(make("dense"))(vectors(4, 2), shared=False),
+            r"n=3.*\[4, 2, 4\]",
+        ),
+        (lambda: el.member(el.StackedEnsemble(make("dense")), 3), "got 3"),
+        (lambda: el.to_stacked(Tensor3(), n=2, reset=True), "Tensor3"),
+        (lambda: el.StackedEnsemble([Opaque(), Opaque()])(vectors(2)), "Normal"),
+        (lambda: el.StackedEnsemble([Floats(), Floats()])(vectors(2)), "float values that differ"),
+    ],
+)
+def test_errors(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+class Tensor3(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(3))
+
+
+class Opaque(nn.Module):
+    def forward(self, x):
+        return torch.distributions.Normal(x, 1.0)
+
+
+class Floats(Branch):
+    def forward(self, x):
+        return x, self.layer.weight.sum().item()
+
+
+@each_strategy
+def test_wrong_input_shows_the_models_error(strategy):
+    ensemble = el.StackedEnsemble(make("dense"), strategy=strategy)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        ensemble(torch.zeros(2, 5, dtype=torch.float64))
+    assert ensemble._use_vmap() == (strategy == "vmap")  # One mistake doesn't slow it down.
+    assert ensemble(vectors(2)).shape == (3, 2, 3)
+
+
+WEIGHTS = {
+    "linear": (lambda: nn.Linear(256, 256), ["weight"], 256),
+    "conv": (lambda: nn.Conv2d(32, 128, 3), ["weight"], 288),
+    "nested": (lambda: nn.Sequential(nn.ReLU(), nn.Linear(256, 512)), ["1.weight"], 256),
+    "LSTM": (lambda: nn.LSTM(128, 128), ["weight_ih_l0", "weight_hh_l0"], 128),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("meta", [True, False])
+def test_reset(name, meta):
+    kind, weights, fan_in = WEIGHTS[name]
+    with torch.device("meta" if meta else "cpu"):
+        ensemble = el.StackedEnsemble([kind() for _ in range(4)])
+    if meta:
+        ensemble = ensemble.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in ensemble.parameters():
+            p.fill_(7)
+    ensemble.reset_parameters()
+    for weight in weights:
+        stacked = ensemble.state_dict()[weight]
+        for i in range(4):
+            assert stacked[i].std().item() == pytest.approx((3 * fan_in) ** -0.5, rel=0.01)
+            assert stacked[i].abs().max() <= fan_in**-0.5
+        assert not torch.equal(stacked[0], stacked[1])
+
+
+def test_reset_norms_and_some_members():
+    ensemble = el.StackedEnsemble(make("batchnorm"))
+    ensemble(vectors(8))
+    before = copy.deepcopy(ensemble.state_dict())
+    ensemble.reset_parameters([1])
+    now = ensemble.state_dict()
+    assert all(
+        torch.equal(v[0], before[k][0]) and torch.equal(v[2], before[k][2]) for k, v in now.items()
+    )
+    assert now["1.num_batches_tracked"].tolist() == [1, 0, 1]
+    assert (now["1.running_mean"][1] == 0).all() and (now["1.weight"] == 1).all()
+    assert not torch.equal(now["0.weight"][1], before["0.weight"][1])
+
+
+def test_reset_of_attention_is_that_of_its_construction():
+    ensemble = el.to_stacked(nn.MultiheadAttention(8, 2), n=2)
+    with torch.no_grad():
+        for p in ensemble.parameters():
+            p.fill_(7)
+    ensemble.reset_parameters()
+    assert (ensemble.module.out_proj.bias == 0).all()
+    assert ensemble.module.in_proj_weight.std() < 1
+
+
+def test_to_stacked():
+    source = batchnorm()
+    before = copy.deepcopy(source.state_dict())
+    same, fresh = el.to_stacked(source, n=3), el.to_stacked(source, n=3, reset=True)
+    assert_members(same, [source] * 3)
+    weight = fresh.state_dict()["0.weight"]
+    assert torch.equal(weight[0], source[0].weight)
+    assert not torch.equal(weight[1], weight[0]) and not torch.equal(weight[1], weight[2])
+    same(vectors(6)).sum().backward()
+    torch.testing.assert_close(source.state_dict(), before)
+
+
+class Noisy(Branch):
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, 0.5))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@each_strategy
+@pytest.mark.parametrize("kind", [dense, conv, Noisy, Recurrent])
+def test_checkpointing(kind, strategy, reentrant):
+    nets = [kind().double() for _ in range(3)]
+    x = (images if kind is conv else vectors)(5)
+
+    def gradients(run):
+        torch.manual_seed(0)
+        ensemble, own = el.StackedEnsemble(nets, strategy=strategy), x.clone().requires_grad_()
+        for _ in range(2):
+            (run(ensemble, own) ** 2).sum().backward()
+        return [own.grad, *(p.grad for p in ensemble.parameters())]
+
+    plain = gradients(lambda f, x: f(x))
+    again = gradients(lambda f, x: checkpoint(f, x, use_reentrant=reentrant))
+    assert all(map(torch.equal, plain, again))
+
+
+@pytest.mark.parametrize("name, batch", [("conv", images), ("dense", vectors)])
+@each_strategy
+@pytest.mark.filterwarnings("error")
+def test_shared_or_not(name, batch, strategy):
+    nets = [net.eval() for net in make(name)]
+    ensemble = el.StackedEnsemble(nets, strategy=strategy)
+    shared, ambiguous, own = batch(4), batch(3), batch(3, 4)
+    for x, options in (
+        (shared, {}),
+        (shared, {"shared": True}),
+        (ambiguous, {}),
+        (ambiguous, {"shared": True}),
+        (batch(1), {}),
+    ):
+        torch.testing.assert_close(ensemble(x, **options), torch.stack([net(x) for net in nets]))
+    expected = torch.stack([net(x) for net, x in zip(nets, own, strict=True)])
+    torch.testing.assert_close(ensemble(own, shared=False), expected)
+    if name == "conv":
+        torch.testing.assert_close(ensemble(own), expected)
+    else:
+        with pytest.raises(UserWarning, match=r"\[3, 4, 4\].*n=3.*shared=True or shared=False"):
+            ensemble(own)
+
+
+class StandardConv(nn.Conv2d):
+    pass
+
+
+@pytest.mark.parametrize("kind", [StandardConv, nn.ConvTranspose2d])
+@pytest.mark.filterwarnings("error")
+def test_shared_with_other_convolutions(kind):
+    ensemble = el.StackedEnsemble([kind(3, 2, 3, padding=1) for _ in range(3)])
+    assert ensemble(torch.zeros(3, 3, 5, 5)).shape == (3, 3, 2, 5, 5)
+    assert ensemble(torch.zeros(3, 4, 3, 5, 5)).shape == (3, 4, 2, 5, 5)
+
+
+def test_ambiguous_batch_of_one_a_member():
+    """Rows of [n, features] are a shared batch; shared=False makes them one row a member."""
+    nets = make("dense")
+    ensemble, x = el.StackedEnsemble(nets), vectors(3)
+    torch.testing.assert_close(ensemble(x)[1], nets[1](x))
+    torch.testing.assert_close(ensemble(x, shared=False)[1], nets[1](x[1]))
+
+
+@each_strategy
+def test_frozen_parameters(strategy):
+    nets = make("dense")
+    for net in nets:
+        net[0].requires_grad_(False)
+    ensemble = el.StackedEnsemble(nets, strategy=strategy)
+    assert [p.requires_grad for p in ensemble.parameters()] == [False, False, True, True]
+    before = ensemble.module[0].weight.clone()
+    ensemble(vectors(5)).sum().backward()
+    torch.optim.SGD(ensemble.parameters(), lr=1.0).step()
+    assert ensemble.module[0].weight.grad is None
+    assert torch.equal(ensemble.module[0].weight, before)
+    assert not ensemble.member(0)[0].weight.requires_grad
+
+
+def test_state_dict_and_plain_state_dict():
+    nets, source = make("batchnorm"), batchnorm()
+    ensemble = el.StackedEnsemble(nets)
+    assert_members(ensemble, nets)
+    source(vectors(9))
+    state = source.state_dict()
+    for assign in (False, True):
+        ensemble = el.StackedEnsemble(nets)
+        ensemble.load_state_dict(state, strict=True, assign=assign)
+        assert_members(ensemble, [source] * 3)
+        opt = torch.optim.SGD(ensemble.parameters(), lr=0.1)
+        ensemble(vectors(3, 5), shared=False).pow(2).sum().backward()
+        opt.step()
+        assert not torch.equal(ensemble.module[0].weight[0], ensemble.module[0].weight[1])
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        el.StackedEnsemble(nets).load_state_dict(
+            {k: v for k, v in state.items() if k != "0.weight"}
+        )
+
+
+def by_state_dict(ensemble):
+    file = io.BytesIO()
+    torch.save(ensemble.state_dict(), file)
+    other = el.StackedEnsemble([ensemble.member(0) for _ in range(ensemble.n)])
+    other.reset_parameters()
+    other.load_state_dict(torch.load(io.BytesIO(file.getvalue())), strict=True)
+    return other
+
+
+def by_save(ensemble):
+    file = io.BytesIO()
+    torch.save(ensemble, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+ROUND_TRIPS = {
+    "state_dict": by_state_dict,
+    "torch.save": by_save,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda ensemble: pickle.loads(pickle.dumps(ensemble)),
+    "AveragedModel": lambda ensemble: AveragedModel(ensemble).module,
+}
+
+
+@pytest.mark.parametrize("name", ["batchnorm", "LSTM", "plain tensor", "counter", "hidden"])
+@pytest.mark.parametrize("trip", ROUND_TRIPS)
+def test_round_trips(name, trip):
+    if trip == "state_dict" and name in ("plain tensor", "counter", "hidden"):
+        return  # Their state is no part of a state_dict.
+    ensemble = el.StackedEnsemble(make(name))
+    ensemble(vectors(5)).sum().backward()
+    other = ROUND_TRIPS[trip](ensemble.eval()).eval()
+    x = vectors(5)
+    torch.testing.assert_close(other(x), ensemble(x))
+    assert not {id(p) for p in other.parameters()} & {id(p) for p in ensemble.parameters()}
+    torch.optim.SGD(other.parameters(), lr=1.0).zero_grad()
+    other.train()(x).sum().backward()
+    assert all(p.grad is not None for p in other.parameters())
+
+
+def test_members_are_neither_changed_nor_kept():
+    nets = make("batchnorm")
+    before = [copy.deepcopy(net.state_dict()) for net in nets]
+    ensemble = el.StackedEnsemble(nets)
+    x = vectors(6)
+    ensemble(x).sum().backward()
+    torch.optim.SGD(ensemble.parameters(), lr=1.0).step()
+    for net, old in zip(nets, before, strict=True):
+        torch.testing.assert_close(net.state_dict(), old)
+        assert all(p.grad is None for p in net.parameters())
+    assert len(list(ensemble.parameters())) == len(list(nets[0].parameters()))
+    own = ensemble.member(0)
+    y = ensemble.eval()(x)
+    with torch.no_grad():
+        for p in own.parameters():
+            p.zero_()
+    torch.testing.assert_close(ensemble(x), y)
+    assert type(own) is nn.Sequential and own.training
+
+
+@pytest.mark.parametrize("name", ["batchnorm", "momenta", "scalars", "LSTM"])
+def test_modes_and_dtype_propagate(name):
+    ensemble = el.StackedEnsemble(make(name)).eval()
+    assert not any(m.training for m in ensemble.modules())
+    x = vectors(5)
+    assert torch.equal(ensemble(x), ensemble(x))
+    ensemble.train().float()
+    assert all(m.training for m in ensemble.modules())
+    assert ensemble(x.float()).dtype == torch.float32
+    assert all(p.dtype == torch.float32 for p in ensemble.member(0).parameters())
+    assert all(p.is_meta for p in ensemble.to("meta").parameters())
+
+
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, *, add, flag):
+        y = self.layer(x["rows"]) + add
+        return {"y": y, "pair": (y.mean(), [y * 2]), "none": None, "flag": flag}
+
+
+@each_strategy
+def test_nested_arguments_and_outputs(strategy):
+    nets = [Many().double() for _ in range(3)]
+    ensemble, x, add = el.StackedEnsemble(nets, strategy=strategy), vectors(5), torch.ones(5, 3)
+    out = ensemble({"rows": x}, add=add, flag="on")
+    expected = [net({"rows": x}, add=add, flag="on") for net in nets]
+    torch.testing.assert_close(out["y"], torch.stack([e["y"] for e in expected]))
+    torch.testing.assert_close(out["pair"][0], torch.stack([e["pair"][0] for e in expected]))
+    torch.testing.assert_close(out["pair"][1][0], 2 * out["y"])
+    assert out["none"] is None and out["flag"] == "on"
+    own = ensemble({"rows": vectors(3, 5)}, add=torch.ones(3, 5, 3), flag="on", shared=False)
+    assert own["y"].shape == (3, 5, 3)
+
+
+@each_strategy
+def test_no_parameters(strategy):
+    x = vectors(2)
+    y = el.StackedEnsemble([nn.ReLU(), nn.ReLU()], strategy=strategy)(x)
+    assert torch.equal(y, torch.stack([x.relu()] * 2))
+
+
+class Coin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        self.flips = (*getattr(self, "flips", ()), random.random())
+        return self.layer(x) + torch.randn(3)
+
+
+@pytest.mark.parametrize("strategy", ["loop", "vmap"])
+def test_noise_differs_per_member(strategy):
+    ensemble = el.to_stacked(Coin(), n=3)
+    ensemble.strategy = strategy
+    a, b, c = ensemble(torch.zeros(2, 4))
+    assert not torch.equal(a, b) and not torch.equal(b, c)
+    assert len({ensemble.member(i).flips for i in range(3)}) == 3
+
+
+def test_hooks_run_once_a_member():
+    calls = []
+    source = dense()
+    source[0].register_forward_hook(lambda *args: calls.append(1))
+    el.to_stacked(source, n=3)(vectors(2))
+    assert len(calls) == 3
+
+
+def test_func_and_double_backward():
+    nets = make("dense")
+    ensemble = el.StackedEnsemble(nets)
+    x = vectors(3).requires_grad_()
+    (g,) = torch.autograd.grad(ensemble(x).sin().sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad(sum(net(x).sin().sum() for net in nets), x, create_graph=True)
+    torch.testing.assert_close(
+        torch.autograd.grad(g.pow(2).sum(), x), torch.autograd.grad(h.pow(2).sum(), x)
+    )
+
+
+@pytest.mark.parametrize("strategy", ["loop", "vmap"])
+def test_compile(strategy):
+    ensemble = el.StackedEnsemble(make("dense"), strategy=strategy)
+    compiled, x = torch.compile(ensemble, backend="aot_eager"), vectors(5)
+    torch.testing.assert_close(compiled(x), ensemble(x))
+
+
+def test_repr():
+    assert "n=3, strategy='auto'" in repr(el.StackedEnsemble(make("dense")))
