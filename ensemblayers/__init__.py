@@ -1,6 +1,6 @@
 """PyTorch layers and whole-model tools for efficient ensembles."""
 
-from . import functional
+from . import functional, optim
 from .batch_ensemble import (
     BatchEnsemble,
     BatchEnsembleConv1d,
@@ -49,6 +49,7 @@ __all__ = [
     "functional",
     "member",
     "members",
+    "optim",
     "param_groups",
     "recalibrate",
     "sample_simplex",

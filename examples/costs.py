@@ -33,7 +33,7 @@ def _flops(
     rows = BATCH // n * n if method == "batch-ensemble" else BATCH
     x, y = torch.zeros(BATCH, inputs), torch.zeros(BATCH, dtype=torch.long)
     trained.start(0)
-    step = _count(lambda: trained.step(x, y)) * BATCH // max(rows, 1)
+    step = (_count(lambda: trained.step(x, y)) + trained.fused_flops) * BATCH // max(rows, 1)
     predict = trained.predictor()
     with torch.no_grad():
         return _count(lambda: predict(x)), step

@@ -29,30 +29,34 @@ class SubspaceConnectivity(SubspaceMethod):
 
     def _connect(self, task: int) -> None:
         connect = self.settings.connect
-        learned = self._midpoint()
+        learned, plain = self._midpoint(), self.midpoint()
         with torch.no_grad():
             for name, p in self.model.named_parameters():
-                centre = torch.lerp(learned[name], self.previous[name], connect.previous)
-                p.copy_(centre * torch.randn_like(p).mul(connect.sigma).add(1))
-        plain = el.collapse(self.model).eval()
-        optimizer = torch.optim.SGD(self.model.parameters(), connect.lr, momentum=connect.momentum)
+                p.copy_(torch.lerp(learned[name], self.previous[name], connect.previous))
+        self.optimizer.restart(connect.sigma, first=False)
+        # The optimizer's own vertices, in place: each step has 2 K points, with an anchor each.
+        names = [name for name, _ in self.model.named_parameters()]
+        vertices = [v.requires_grad_() for v in self.optimizer.vertices()]
+        optimizer = torch.optim.SGD(vertices, connect.lr, momentum=connect.momentum)
         # The losses of the past tasks are summed: their number times the mean over their examples.
         past = (task, self.previous, *self.memory.past())
         present = (1, learned, *self.memory.current())
         for _ in range(connect.steps):
             optimizer.zero_grad()
             for alpha in el.sample_simplex(self.n + 1, connect.samples, device=past[2].device):
-                mixed = {name: mix(p, alpha[:-1]) for name, p in self.model.named_parameters()}
+                mixed = [mix(v, alpha[:-1]) for v in vertices]
                 loss = 0
                 for tasks, anchor, x, y in (past, present):
-                    weights = {name: w + alpha[-1] * anchor[name] for name, w in mixed.items()}
+                    weights = {
+                        name: w + alpha[-1] * anchor[name]
+                        for name, w in zip(names, mixed, strict=True)
+                    }
                     loss = loss + tasks * F.cross_entropy(functional_call(plain, weights, x), y)
                 (loss / connect.samples).backward()
             optimizer.step()
 
     def _midpoint(self) -> Weights:
-        plain = el.collapse(self.model)
-        return {name: p.detach() for name, p in plain.named_parameters()}
+        return {name: p.detach() for name, p in self.midpoint().named_parameters()}
 
 
 class MCSGD(SubspaceConnectivity):

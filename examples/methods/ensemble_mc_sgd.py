@@ -19,6 +19,10 @@ class EnsembleMCSGD(Method):
         self.members = [MCSGD(make, self.settings, 1, self.memory) for _ in range(self.n)]
         return nn.ModuleList(member.model for member in self.members)
 
+    @property
+    def fused_flops(self) -> int:
+        return sum(member.fused_flops for member in self.members)
+
     def start(self, task: int) -> None:
         for member in self.members:
             member.start(task)
@@ -37,5 +41,9 @@ class EnsembleMCSGD(Method):
 
 
 class Bagging(EnsembleMCSGD):
+    @property
+    def fused_flops(self) -> int:
+        return self.members[0].fused_flops
+
     def step(self, x: Tensor, y: Tensor) -> None:
         self.members[torch.randint(self.n, ()).item()].step(x, y)

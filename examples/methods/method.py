@@ -20,6 +20,7 @@ class Method:
         memory: the buffer; whoever runs the method fills it after each task, before :meth:`finish`.
     """
 
+    fused_flops = 0  # of a training step, where torch's counter does not see them
     ensemble = True  # False: a single network, whatever n
     joint = False  # True: trains on all tasks at once
 

@@ -1,24 +1,53 @@
 """Subspace ensembles: a point drawn at each step trains, the midpoint predicts.
 
-With experience replay, each batch is joined by examples of the earlier tasks.
+The model stays a plain network; the subspace lives in its optimizer. With experience replay, each
+batch is joined by examples of the earlier tasks.
 """
 
+import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-import ensemblayers as el
+from ensemblayers.optim import SubspaceSGD
 
+from ..memory import Memory
+from ..settings import Settings
 from .method import Method
 
 
 class SubspaceMethod(Method):
-    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        return el.to_subspace(make(), n=self.n, sigma=self.settings.sigma)
+    def __init__(
+        self, make: Callable[[], nn.Module], settings: Settings, n: int, memory: Memory
+    ) -> None:
+        super().__init__(make, settings, n, memory)
+        s = settings
+        self.optimizer = SubspaceSGD(
+            self.model.parameters(), s.lr, n=self.n, sigma=s.sigma, momentum=s.momentum
+        )
+
+    @property
+    def fused_flops(self) -> int:
+        """FLOPs of the optimizer's pass: the mix, and the shares of the gradient."""
+        return 4 * self.n * sum(p.numel() for p in self.model.parameters())
+
+    def start(self, task: int) -> None:
+        self.optimizer.forget()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * self.settings.decay**task
+        self.optimizer.train()
+        self.model.train()
+
+    def midpoint(self) -> nn.Module:
+        """A copy of the network at the midpoint."""
+        self.optimizer.eval()
+        plain = copy.deepcopy(self.model).eval()
+        self.optimizer.train()
+        return plain
 
     def predictor(self) -> Callable[[Tensor], Tensor]:
-        return el.collapse(self.model).eval()
+        return self.midpoint()
 
 
 class SubspaceReplay(SubspaceMethod):

@@ -60,9 +60,9 @@ def test_learning_rate_decays_with_the_task_and_momentum_starts_anew():
 
 def test_first_task_is_not_connected_to_anything():
     trained = learned("subspace-connectivity", Settings(lr=0.1, connect=CONNECT), tasks=1)
-    without = copy.deepcopy(trained.model.state_dict())
+    without = [v.clone() for v in trained.optimizer.vertices()]
     trained.finish(0)
-    assert all(torch.equal(v, without[k]) for k, v in trained.model.state_dict().items())
+    assert all(map(torch.equal, trained.optimizer.vertices(), without))
 
 
 def test_mc_sgd_connects_as_equation_2_says(monkeypatch):
@@ -73,7 +73,7 @@ def test_mc_sgd_connects_as_equation_2_says(monkeypatch):
     for _ in range(5):
         trained.step(torch.randn(4, 6).double(), torch.randint(3, (4,)))
     memory.store(torch.randn(3, 6).double(), torch.arange(3))
-    solution = {k: v.detach() for k, v in el.collapse(trained.model).named_parameters()}
+    solution = {k: v.detach() for k, v in trained.midpoint().named_parameters()}
 
     points = torch.rand(CONNECT.steps, dtype=torch.float64)
     drawn = iter(points)
@@ -100,7 +100,7 @@ def test_mc_sgd_connects_as_equation_2_says(monkeypatch):
             for (k, v), g in zip(w.items(), grads, strict=True):
                 velocity[k] = 0.5 * velocity[k] + g
                 v -= 0.1 * velocity[k]
-    connected = dict(el.collapse(trained.model).named_parameters())
+    connected = dict(trained.midpoint().named_parameters())
     for k in names:
         torch.testing.assert_close(connected[k], w[k], rtol=1e-5, atol=1e-7)
 
@@ -111,18 +111,39 @@ def test_members_of_the_connected_subspace_start_around_the_centre():
     previous = trained.previous
     trained.start(1)
     trained.step(torch.randn(4, 6).double(), torch.randint(3, (4,)))
-    solution = {k: v.detach() for k, v in el.collapse(trained.model).named_parameters()}
+    solution = {k: v.detach() for k, v in trained.midpoint().named_parameters()}
     trained.memory.store(torch.randn(3, 6).double(), torch.arange(3))
     trained.finish(1)
     ratios = torch.cat(
         [
-            (p.detach() / (0.75 * previous[k] + 0.25 * solution[k])).flatten(1)
-            for k, p in trained.model.named_parameters()
+            (v.detach() / (0.75 * previous[k] + 0.25 * solution[k])).flatten(1)
+            for k, v in zip(solution, trained.optimizer.vertices(), strict=True)
         ],
         dim=1,
     )
     assert (ratios.mean() - 1).abs() < 0.02 and (ratios.std() - 0.1).abs() < 0.02
     assert not torch.equal(ratios[0], torch.ones_like(ratios[0]))
+
+
+def test_a_task_is_learned_as_by_subspace_layers_and_torchs_own_optimizer():
+    settings = Settings(lr=0.1, decay=0.5, momentum=0.8, sigma=0.5)
+    trained = METHODS["subspace"](make, settings, 3, Memory(torch.Generator()))
+    layers = el.to_subspace(make(), n=3)
+    with torch.no_grad():
+        for p, v in zip(layers.parameters(), trained.optimizer.vertices(), strict=True):
+            p.copy_(v)
+    for task in range(2):
+        optimizer = torch.optim.SGD(layers.parameters(), 0.1 * 0.5**task, momentum=0.8)
+        trained.start(task)
+        for _ in range(5):
+            x, y = torch.randn(4, 6).double(), torch.randint(3, (4,))
+            el.set_point(layers, trained.optimizer.alpha)
+            optimizer.zero_grad()
+            F.cross_entropy(layers(x), y).backward()
+            optimizer.step()
+            trained.step(x, y)
+    for p, v in zip(layers.parameters(), trained.optimizer.vertices(), strict=True):
+        torch.testing.assert_close(v, p, rtol=1e-9, atol=1e-11)
 
 
 def test_ensemble_mc_sgd_members_see_the_same_data_from_different_starts():
@@ -134,9 +155,9 @@ def test_ensemble_mc_sgd_members_see_the_same_data_from_different_starts():
     for trained in (ensemble, alone):
         trained.start(0)
         trained.step(x, y)
-    first, second = (el.collapse(m.model)[0].weight for m in ensemble.members)
+    first, second = (m.midpoint()[0].weight for m in ensemble.members)
     assert not torch.equal(first, second)
-    torch.testing.assert_close(second, el.collapse(alone.model)[0].weight)
+    torch.testing.assert_close(second, alone.midpoint()[0].weight)
 
 
 def test_bagging_trains_one_member_a_batch():
@@ -145,9 +166,9 @@ def test_bagging_trains_one_member_a_batch():
     trained.start(0)
     chosen = set()
     for _ in range(20):
-        before = [el.collapse(m.model)[0].weight.clone() for m in trained.members]
+        before = [m.midpoint()[0].weight for m in trained.members]
         trained.step(torch.randn(4, 6).double(), torch.randint(3, (4,)))
-        after = [el.collapse(m.model)[0].weight for m in trained.members]
+        after = [m.midpoint()[0].weight for m in trained.members]
         moved = [i for i in range(3) if not torch.equal(before[i], after[i])]
         assert len(moved) == 1
         chosen.add(moved[0])

@@ -1,0 +1,195 @@
+"""The flat buffers of an optimizer: many parameters as ranges of columns of one matrix."""
+
+import gc
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Block:
+    """The parameters of one group that share a device and a dtype, and their flat buffers.
+
+    Column ``columns[k] + j`` belongs to the j-th element of parameter k in the order of its memory.
+    """
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    shards: list[Tensor]  # What this process holds of them: all, but for FSDP.
+    columns: list[int]
+    vertices: Tensor  # [n + frozen, P]
+    moments: dict[str, Tensor] = field(default_factory=dict)  # [n, P] each
+    gradients: Tensor | None = None  # [n, P], where several draws accumulate
+    gathered: set[int] = field(default_factory=set)  # The parameters that have a part in them.
+    steps: list[int] = field(default_factory=list)  # Updates of each parameter so far.
+    versions: list[tuple[int, int]] = field(default_factory=list)  # As this optimizer wrote them.
+
+    @classmethod
+    def of(cls, group: dict[str, Any], params: list[Tensor], rows: int) -> "Block":
+        """Lay parameters out in ``rows`` rows, the values to be filled in.
+
+        Raises:
+            ValueError: parameters that are no floats, not dense, or on the meta device.
+        """
+        shards = [local(p.detach()) for p in params]
+        for p in shards:
+            if not p.is_floating_point():
+                raise ValueError(f"expected floating-point parameters, got {p.dtype}")
+            if p.is_meta:
+                raise ValueError(
+                    "expected parameters that hold values, got the meta device: build the "
+                    "optimizer after to_empty() and the initialisation"
+                )
+            if not is_dense(p):
+                raise ValueError(
+                    f"expected parameters that fill their memory, got shape {list(p.shape)} with "
+                    f"strides {list(p.stride())}; use p.data.contiguous()"
+                )
+        sizes = [p.numel() for p in shards]
+        columns = [sum(sizes[:k]) for k in range(len(sizes))]
+        # Half-precision parameters have float32 vertices: their master weights.
+        dtype = torch.float64 if shards[0].dtype == torch.float64 else torch.float32
+        vertices = torch.empty(rows, sum(sizes), dtype=dtype, device=shards[0].device)
+        return cls(group, params, shards, columns, vertices, steps=[0] * len(params))
+
+    def select(self, which: Iterable[int]) -> tuple[list[Tensor], list[int]]:
+        """Some of the parameters' shards and their first columns."""
+        which = list(which)
+        if len(which) == len(self.params):
+            return self.shards, self.columns
+        return [self.shards[k] for k in which], [self.columns[k] for k in which]
+
+    def view(self, buffer: Tensor, k: int) -> Tensor:
+        """A buffer's columns of parameter k, shaped like it: ``[rows, *shape]``."""
+        p = self.shards[k]
+        strides = (buffer.stride(0), *p.stride())
+        offset = buffer.storage_offset() + self.columns[k]
+        return buffer.as_strided((len(buffer), *p.shape), strides, offset)
+
+    def shown(self, buffer: Tensor, k: int) -> Tensor:
+        """The same as users see it: a DTensor of the whole ``[rows, *shape]``, under FSDP."""
+        own, p = self.view(buffer, k), self.params[k]
+        if not is_sharded(p):
+            return own
+        from torch.distributed.tensor import DTensor
+
+        shown = DTensor.from_local(
+            torch.empty_like(own),
+            p.device_mesh,
+            [_beside_rows(placement) for placement in p.placements],
+            run_check=False,
+            shape=torch.Size([len(buffer), *p.shape]),
+            stride=(p.numel(), *p.stride()),
+        )
+        # Afterwards, as fully_shard does: torch.save fails on a DTensor made of a view with offset.
+        shown._local_tensor = own
+        return shown
+
+    def now(self) -> list[tuple[int, int]]:
+        """The version and the address of each parameter, which tell of writes and moves."""
+        return [(p._version, local(p).data_ptr()) for p in self.params]
+
+    def find(self) -> None:
+        """Find the parameters' memory again: ``p.data`` may have been replaced.
+
+        Raises:
+            RuntimeError: parameters of another shape, dtype or device.
+        """
+        found = [local(p.detach()) for p in self.params]
+        for old, new in zip(self.shards, found, strict=True):
+            was, now = ((list(p.shape), p.stride(), p.dtype, p.device) for p in (old, new))
+            if was != now:
+                raise RuntimeError(
+                    f"a parameter changed from {was} to {now} (shape, strides, dtype, device): "
+                    "build the optimizer after such changes"
+                )
+        self.shards = found
+
+    def gradient(self, k: int) -> Tensor | None:
+        """Parameter k's gradient where it lies; a copy only where its memory is in another order.
+
+        Raises:
+            RuntimeError: a sparse gradient.
+        """
+        grad = self.params[k].grad
+        if grad is None:
+            return None
+        if is_sharded(grad) and grad.placements != self.params[k].placements:
+            grad = grad.redistribute(placements=self.params[k].placements)
+        grad, p = local(grad), self.shards[k]
+        if grad.is_sparse:
+            raise RuntimeError(
+                "sparse gradients can't be shared out to n vertices; use sparse=False"
+            )
+        return grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor: the parameters under FSDP are."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: its shard, under FSDP."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def share(tensor: Tensor, p: Tensor) -> Tensor:
+    """This process's share of a tensor ``[*shape]``, as the parameter p of that shape is cut."""
+    if not is_sharded(p):
+        return tensor
+    if is_sharded(tensor):
+        return local(tensor.redistribute(p.device_mesh, p.placements))
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every process has the whole: nothing to send.
+    return local(distribute_tensor(tensor, p.device_mesh, p.placements, src_data_rank=None))
+
+
+def fsdp_modules() -> list[nn.Module]:
+    """The modules alive in this process to which ``fully_shard`` was applied."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [m for m in gc.get_objects() if issubclass(type(m), kind)]
+
+
+def left_behind(params: Iterable[Tensor]) -> bool:
+    """Whether ``fully_shard`` put others in the place of some of these parameters.
+
+    No module has those any more, and a module under FSDP has one of the same shape. Slow: walks
+    all objects of the process.
+    """
+    shapes = {p.shape for m in fsdp_modules() for p in m.parameters() if is_sharded(p)}
+    held = {
+        id(p)
+        for m in (gc.get_objects() if shapes else ())
+        if issubclass(type(m), nn.Module)
+        for p in m.__dict__.get("_parameters", {}).values()
+    }
+    return any(p.shape in shapes and id(p) not in held for p in params)
+
+
+def _beside_rows(placement: Any) -> Any:
+    """The placement of a tensor with one more dimension in front."""
+    if not hasattr(placement, "dim"):
+        return placement
+    strided = hasattr(placement, "split_factor")
+    options = {"split_factor": placement.split_factor} if strided else {}
+    return type(placement)(placement.dim + 1, **options)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps or overlap, in whatever order."""
+    if not tensor.numel():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

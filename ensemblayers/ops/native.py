@@ -1,0 +1,103 @@
+"""The C++ kernels for the CPU: compiled once, at first use, and loaded into torch.
+
+The sources lie in ``csrc`` (in a wheel: inside this package) and use libtorch's stable ABI, so that
+they need no compiler but a C++ one. Whatever goes wrong, plain PyTorch takes over with equal
+results; the reason is logged once, at debug level.
+
+``ENSEMBLAYERS_NATIVE=0`` turns the kernels off, ``=1`` makes a failed build an error.
+``ENSEMBLAYERS_CACHE`` names the folder of the builds, else ``~/.cache/ensemblayers``.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+_LOG = logging.getLogger(__name__)
+_PACKAGE = Path(__file__).resolve().parents[1]
+_ABI = 0x020A000000000000  # torch 2.10, the first with all that the sources use
+_FLAGS = ["-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared"]
+_FLAGS += [f"-DTORCH_TARGET_VERSION={_ABI:#018x}"]
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the C++ kernels are loaded; the first call builds them where that was not done.
+
+    Raises:
+        RuntimeError: the build failed, and ``ENSEMBLAYERS_NATIVE=1`` asks for it.
+    """
+    wish = os.environ.get("ENSEMBLAYERS_NATIVE", "")
+    if wish == "0":
+        return False
+    try:
+        torch.ops.load_library(str(_library()))
+    except Exception as error:
+        if wish == "1":
+            raise RuntimeError(f"the C++ kernels can't be built: {error}") from error
+        _LOG.debug("no C++ kernels, plain PyTorch instead: %s", error)
+        return False
+    return True
+
+
+def sources() -> list[Path]:
+    """The C++ sources: of the checkout, or those that a wheel carries."""
+    for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
+        found = sorted(folder.glob("*.cpp"))
+        if found:
+            return found
+    raise FileNotFoundError("no C++ sources beside the package")
+
+
+def _library() -> Path:
+    """The compiled library for these sources, flags, compiler, processor and torch."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler: g++, clang++ or $CXX")
+    root = Path(torch.__file__).parent
+    key = hashlib.sha256()
+    for part in (_compiler_version(compiler), *_FLAGS, torch.__version__, str(root), _processor()):
+        key.update(part.encode())
+    for source in sources():
+        key.update(source.read_bytes())
+    default = Path.home() / ".cache" / "ensemblayers"
+    cache = Path(os.environ.get("ENSEMBLAYERS_CACHE", default))
+    library = cache / f"ensemblayers-{key.hexdigest()[:16]}.so"
+    if not library.exists():
+        _build(compiler, root, library)
+    return library
+
+
+def _build(compiler: str, root: Path, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Built aside and renamed: processes that build at the same time don't see half a library.
+    with tempfile.TemporaryDirectory(dir=library.parent) as aside:
+        out = Path(aside) / library.name
+        link = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu"]
+        command = [compiler, *_FLAGS, *map(str, sources()), *link, "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+        os.replace(out, library)
+
+
+def _compiler_version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
+    return done.stdout
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on: a cache folder may be shared by several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        import platform
+
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,667 @@
+"""Optimizers that hold a subspace around an untouched model.
+
+The model stays a plain module and holds one point of the simplex; the n vertices live in the
+optimizer. A training step is the model's own forward and backward pass and one fused pass over the
+vertices: see :mod:`ensemblayers.ops.mix_next`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ._flat import Block, fsdp_modules, is_sharded, left_behind, local, share
+from ._init import check_sigma
+from ._seed import common_seed, counted_generator, everyones, processes
+from .ops.mix_next import AdamW, Rule, Sgd, mix_, step_
+from .simplex import check_member, check_n, sample_simplex
+
+_OWN_STATE = ("n", "sigma", "frozen", "_mode", "_fixed", "_drawn", "_seed", "_draws", "_blocks")
+_OWN_STATE += ("_processes",)
+
+
+class _SubspaceOptimizer(torch.optim.Optimizer):
+    _apart = False  # Whether the ranks hold different parameters so far.
+    _in_use = False  # Whether gradients have come.
+    _modules: Sequence[nn.Module] = ()  # Those under FSDP.
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        n: int,
+        sigma: float,
+        generator: torch.Generator | None,
+    ) -> None:
+        check_n(n)
+        check_sigma(sigma)
+        self.n, self.sigma = n, sigma
+        self.frozen = 0
+        self._mode = "train"
+        self._fixed: Tensor | None = None
+        self._seed = common_seed(generator)
+        self._processes = processes()
+        self._draws = 0
+        self._blocks: list[Block] = []
+        super().__init__(params, defaults)
+        self._draw()
+        self._write()
+        self._compare()
+
+    # ------------------------------------------------------------------------------ what users call
+
+    @property
+    def alpha(self) -> Tensor:
+        """The weights ``[n + frozen]`` of the point that the model holds."""
+        if self._mode == "eval":
+            return self._midpoint()
+        return self._drawn if self._fixed is None else self._fixed
+
+    def train(self) -> None:
+        """Put the drawn point into the model, to train it."""
+        self._mode = "train"
+        self._write()
+
+    def eval(self) -> None:
+        """Put the midpoint into the model, to evaluate or save it."""
+        self._mode = "eval"
+        self._write()
+
+    def set_point(self, alpha: Tensor | Sequence[float] | None = None) -> None:
+        """Put a point of one's own into the model and keep it there, or release it with None.
+
+        Training goes on at that point: the step shares the gradient out by its weights.
+
+        Args:
+            alpha: ``[n]``, or ``[n + frozen]``.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if alpha is not None:
+            alpha = torch.as_tensor(alpha, dtype=self._drawn.dtype).detach().cpu()
+            if alpha.shape == (self.n,):
+                alpha = torch.cat([alpha, alpha.new_zeros(self.frozen)])
+            if alpha.shape != (self.n + self.frozen,):
+                raise ValueError(
+                    f"expected alpha of shape [{self.n}] or [{self.n + self.frozen}], "
+                    f"got {list(alpha.shape)}"
+                )
+            self._mode = "train"
+        self._fixed = alpha
+        self._write()
+
+    def vertices(self) -> list[Tensor]:
+        """The vertices of each parameter, ``[n, *shape]`` each, as views of the optimizer's own."""
+        return [self.state[p]["vertices"][: self.n] for p in self._parameters()]
+
+    def export(self, i: int) -> list[Tensor]:
+        """Copies of vertex i, a tensor a parameter, in the order of the parameters.
+
+        Raises:
+            ValueError: no such vertex.
+        """
+        i = check_member(i, self.n)
+        return [
+            v[i].to(p.dtype, copy=True)
+            for v, p in zip(self.vertices(), self._parameters(), strict=True)
+        ]
+
+    def add_frozen(self, tensors: Iterable[Tensor]) -> None:
+        """Add a vertex that takes part in the points, and is not trained.
+
+        Args:
+            tensors: one a parameter, in the order of the parameters and of their shapes.
+
+        Raises:
+            ValueError: another number of tensors, or another shape.
+        """
+        tensors = list(tensors)
+        shapes = [tuple(p.shape) for p in self._parameters()]
+        if [tuple(t.shape) for t in tensors] != shapes:
+            raise ValueError(
+                f"expected {len(shapes)} tensors of the parameters' shapes {shapes}, "
+                f"got {[tuple(t.shape) for t in tensors]}"
+            )
+        given = dict(zip(self._parameters(), tensors, strict=True))
+        for block in self._blocks:
+            row = torch.empty_like(block.vertices[:1])
+            for k, p in enumerate(block.params):
+                block.view(row, k)[0].copy_(share(given[p], p))
+            block.vertices = torch.cat([block.vertices, row])
+        self._set_frozen(self.frozen + 1)
+
+    def clear_frozen(self) -> None:
+        """Remove the frozen vertices."""
+        for block in self._blocks:
+            block.vertices = block.vertices[: self.n].clone()
+        self._set_frozen(0)
+
+    @torch.no_grad()
+    def restart(self, sigma: float | None = None, *, first: bool = True) -> None:
+        """Place new vertices around what the parameters hold, and forget momentum and steps.
+
+        Args:
+            sigma: standard deviation of the vertices, by default that of the construction.
+            first: whether vertex 0 is the parameters themselves; else it is perturbed too.
+        """
+        for block in self._blocks:
+            block.find()
+            self._fill(block, self.sigma if sigma is None else sigma, first)
+        self.forget()
+        self._write()
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Forget momentum, steps and accumulated gradients; keep the vertices and the point."""
+        for block in self._blocks:
+            for moment in block.moments.values():
+                moment.zero_()
+            block.steps = [0] * len(block.steps)
+            block.gradients, block.gathered = None, set()
+
+    def accumulate(self) -> None:
+        """Keep the present gradients for the next step, and draw a new point.
+
+        For a step over several points: backward passes with ``accumulate()`` between them, then
+        ``step()``. Costs n gradients; passes at one and the same point need no call.
+        """
+        self._check_train()
+        self._meet()
+        self._apart = False
+        for block in self._blocks:
+            self._collect(block, self.alpha[: self.n])
+        self.zero_grad()
+        if self._fixed is None:
+            self._draw()
+        self._write()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the norm of all vertices' gradients together, ``|alpha| |G|``; return it.
+
+        ``torch.nn.utils.clip_grad_norm_`` on the model's parameters clips ``|G|`` instead.
+        """
+        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        if is_sharded(norm):
+            norm = norm.full_tensor()
+        norm = norm * self.alpha[: self.n].norm().to(norm.device)
+        nn.utils.clip_grads_with_norm_(self._parameters(), max_norm, norm)
+        return norm
+
+    def follow(self, model: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        """Switch by itself: before each forward pass of a model, take over the model's mode.
+
+        With this, ``model.train()`` and ``model.eval()`` are enough where a wrapper hides the
+        optimizer's. Save the weights after an evaluation or ``opt.eval()``.
+        """
+
+        def switch(module: nn.Module, args: Any) -> None:
+            mode = "train" if module.training else "eval"
+            if mode != self._mode and self._fixed is None:
+                self.train() if module.training else self.eval()
+
+        return model.register_forward_pre_hook(switch)
+
+    # --------------------------------------------------------------------- torch.optim's own calls
+
+    @torch.no_grad()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        alike: dict[tuple, list[Tensor]] = {}
+        for p in group["params"]:
+            alike.setdefault((p.device, p.dtype, is_sharded(p)), []).append(p)
+        if self.frozen:
+            raise ValueError("can't add parameters beside frozen vertices: clear_frozen() first")
+        self._find_modules(group["params"])
+        for params in alike.values():
+            block = Block.of(group, params, self.n)
+            for name in self._moment_names(group):
+                block.moments[name] = torch.zeros_like(block.vertices)
+            self._fill(block, self.sigma, first=True)
+            self._blocks.append(block)
+        self._publish()
+        if hasattr(self, "_drawn"):
+            self._write()
+            self._compare()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the vertices, draw the next point and write it into the model.
+
+        Args:
+            closure: evaluates the model anew and returns the loss.
+
+        Raises:
+            RuntimeError: the midpoint is in the model (after ``eval()``), a sparse gradient,
+                parameters that were changed by something else since the last step, or an optimizer
+                that is older than ``fully_shard`` or ``init_process_group``.
+        """
+        self._check_train()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._meet()
+        self._apart = False
+        self._check_in_use()
+        alpha = self.alpha[: self.n]
+        self._check_untouched()
+        if self._fixed is None:
+            self._draw()
+        for block in self._blocks:
+            if block.gradients is None:
+                self._step(block, alpha, self.alpha)
+            else:
+                self._step_accumulated(block, alpha)
+        self._record()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The vertices and moments of each parameter, and the state of the draws.
+
+        Under FSDP the former are DTensors, as torch's own optimizers have them.
+        """
+        return {
+            **super().state_dict(),
+            "subspace": {
+                "n": self.n,
+                "frozen": self.frozen,
+                "mode": self._mode,
+                "fixed": self._fixed,
+                "drawn": self._drawn,
+                "seed": self._seed,
+                "draws": self._draws,
+                "steps": [block.steps for block in self._blocks],
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, and write the point in force into the model.
+
+        The mode stays the optimizer's own: a state saved after ``eval()`` goes on in training.
+
+        Raises:
+            ValueError: the state of another number of vertices, of another optimizer, or of other
+                shards than this process has.
+        """
+        own = state_dict.get("subspace")
+        if own is None or own["n"] != self.n:
+            found = "none" if own is None else f"n={own['n']}"
+            raise ValueError(f"expected the state of a subspace of n={self.n}, got {found}")
+        # Not the values: torch would cast float32 vertices to the dtype of the parameters.
+        super().load_state_dict({**state_dict, "state": {}})
+        for block in self._blocks:
+            block.vertices = block.vertices[: self.n]
+            extra = block.vertices.new_empty(own["frozen"], block.vertices.shape[1])
+            block.vertices = torch.cat([block.vertices, extra])
+        self.frozen = own["frozen"]
+        self._rebind_groups()
+        self._publish()
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for p, i in zip(self._parameters(), saved, strict=True):
+            for name, value in self.state[p].items():
+                own_part, given = local(value), local(state_dict["state"][i][name])
+                if own_part.shape != given.shape:
+                    raise ValueError(
+                        f"expected a shard {list(own_part.shape)} of {name}, got "
+                        f"{list(given.shape)}: was it saved by another number of processes?"
+                    )
+                own_part.copy_(given)
+        self._fixed, self._drawn = own["fixed"], own["drawn"]
+        self._seed, self._draws = own["seed"], own["draws"]
+        self._processes, self._apart = processes(), False
+        for block, steps in zip(self._blocks, own["steps"], strict=True):
+            block.steps = list(steps)
+            block.gradients, block.gathered = None, set()
+        self._write()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name in _OWN_STATE}
+        return {**super().__getstate__(), **own}
+
+    @torch.no_grad()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Copies of parameters don't share memory with copies of their aliases.
+        for block in self._blocks:
+            block.shards = [local(p.detach()) for p in block.params]
+        self._rebind_groups()
+        self._publish()
+        self._write()
+
+    # -------------------------------------------------------------------------------------- inside
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        """A group's update rule for parameters at their step, counted from 1."""
+        raise NotImplementedError
+
+    def _moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The names of what a group's rule keeps of each vertex."""
+        raise NotImplementedError
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _fill(self, block: Block, sigma: float, first: bool) -> None:
+        """Place the vertices around what the parameters hold."""
+        for k, p in enumerate(block.params):
+            rows = block.view(block.vertices, k)[: self.n]
+            rows.copy_(block.shards[k])
+            self._draws += 1
+            generator = counted_generator(self._seed, self._draws)
+            for row in rows[1:] if first else rows:
+                # The whole parameter's, so that a shard starts as its part of one process's.
+                noise = torch.randn(p.shape, dtype=row.dtype, generator=generator).to(row.device)
+                row.mul_(share(noise, p).mul_(sigma).add_(1))
+
+    def _publish(self) -> None:
+        """Show the buffers as the parameters' state."""
+        for block in self._blocks:
+            for k, p in enumerate(block.params):
+                state = self.state[p]
+                state["vertices"] = block.shown(block.vertices, k)
+                for name, moment in block.moments.items():
+                    state[name] = block.shown(moment, k)
+
+    def _rebind_groups(self) -> None:
+        """Find the groups again after torch replaced them."""
+        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        for block in self._blocks:
+            block.group = group_of[block.params[0]]
+
+    def _set_frozen(self, frozen: int) -> None:
+        self.frozen = frozen
+        self._fixed = None
+        self._publish()
+        self._draw()
+        self._write()
+
+    def _draw(self) -> None:
+        """Draw the next point: a function of the seed and the count, the same on every rank."""
+        self._draws += 1
+        double = any(block.vertices.dtype == torch.float64 for block in self._blocks)
+        self._drawn = sample_simplex(
+            self.n + self.frozen,
+            dtype=torch.float64 if double else torch.float32,
+            generator=counted_generator(self._seed, self._draws),
+        )
+
+    def _midpoint(self) -> Tensor:
+        alpha = torch.zeros_like(self._drawn)
+        alpha[: self.n] = 1 / self.n
+        return alpha
+
+    def _write(self) -> None:
+        """Write the point in force into the parameters."""
+        self._meet()
+        for block in self._blocks:
+            block.find()
+            alpha = self.alpha.to(block.vertices.device)
+            mix_(block.vertices, alpha, block.shards, block.columns)
+        self._record()
+
+    def _record(self) -> None:
+        """Remember what the parameters hold."""
+        self._written = self.alpha
+        for block in self._blocks:
+            # The kernels write past autograd's counters, which guard saved tensors.
+            torch.autograd.graph.increment_version(block.shards)
+            block.versions = block.now()
+        for module in self._modules:
+            # A root module keeps its gathered parameters after a forward pass without a backward.
+            module.reshard()
+
+    def _find_modules(self, params: list[Tensor]) -> None:
+        """Find the modules under FSDP that have some of these parameters."""
+        for module in fsdp_modules() if processes() else ():
+            own = {id(p) for p in module.parameters()}.intersection(map(id, params))
+            if own:
+                module.reshard()
+                if not own <= {id(p) for p in module.parameters()}:
+                    raise ValueError(
+                        "expected the sharded parameters, got gathered ones: after a forward pass, "
+                        "call model.reshard() before model.parameters()"
+                    )
+                self._modules = [*self._modules, module]
+
+    def _compare(self) -> None:
+        """Find out whether ranks hold different parameters: wrapping may give them rank 0's."""
+        whole = [b for b in self._blocks if not is_sharded(b.params[0])]
+        own = [(b.vertices.shape, float(b.vertices[0].sum(dtype=torch.float64))) for b in whole]
+        self._apart = bool(own) and any(other != own for other in everyones(own))
+
+    def _meet(self) -> None:
+        """Take over rank 0's vertices, where ranks that differed were given its parameters.
+
+        DistributedDataParallel does so at wrapping; without it the ranks stay apart, and that is
+        so from the first step on.
+        """
+        if not self._apart:
+            return
+        changed = everyones(not all(map(self._is_untouched, self._blocks)))
+        self._apart = not any(changed)
+        if any(changed[1:]) and not changed[0]:
+            for block in self._blocks:
+                if not is_sharded(block.params[0]):
+                    dist.broadcast(block.vertices, src=0)
+            self._write()
+
+    def _check_train(self) -> None:
+        if self._mode != "train":
+            raise RuntimeError(
+                "the model holds the midpoint, not the point that was drawn: call train() on the "
+                "optimizer (or follow(model) once) before the forward pass of a step"
+            )
+
+    def _check_untouched(self) -> None:
+        """Raise where something else wrote to the parameters: the step would undo it."""
+        if not all(map(self._is_untouched, self._blocks)):
+            raise RuntimeError(
+                "the parameters were changed since the last step (weights loaded into the "
+                "model?), and the step would undo it: call restart() to place the vertices "
+                "around them, or load the optimizer's state too"
+            )
+
+    def _is_untouched(self, block: Block) -> bool:
+        """Whether the parameters hold what was written into them."""
+        if block.now() == block.versions:
+            return True
+        block.find()
+        held = [torch.empty_like(p) for p in block.shards]
+        mix_(block.vertices, self._written.to(block.vertices.device), held, block.columns)
+        return all(map(torch.equal, held, block.shards))
+
+    def _check_in_use(self) -> None:
+        """Raise where the optimizer was built too early for torch.distributed."""
+        if not processes():
+            return
+        if processes() > max(self._processes, 1):
+            raise RuntimeError(
+                "the optimizer was built before init_process_group, and the ranks did not agree on "
+                "a seed: build it afterwards, or load its state on every rank"
+            )
+        params = self._parameters()
+        if self._in_use and any(p.grad is not None for p in params):
+            return
+        idle = [p for p in params if p.grad is None and not is_sharded(p)]
+        if idle and not any(b.gathered for b in self._blocks) and left_behind(idle):
+            raise RuntimeError(
+                "the optimizer was built before fully_shard, which replaced the model's "
+                "parameters: build it from model.parameters() after fully_shard"
+            )
+        self._in_use = len(idle) < len(params)
+
+    def _step(self, block: Block, alpha: Tensor, target: Tensor) -> None:
+        grads = {k: g for k in range(len(block.params)) if (g := block.gradient(k)) is not None}
+        device = block.vertices.device
+        alpha, target = alpha.to(device), target.to(device)
+        moments = tuple(block.moments.values())
+        # One call, unless some parameters missed steps for want of a gradient.
+        for steps in sorted({block.steps[k] for k in grads}):
+            which = [k for k in grads if block.steps[k] == steps]
+            params, columns = block.select(which)
+            own = [grads[k] for k in which]
+            rule = self._rule(block.group, steps + 1)
+            step_(rule, block.vertices, moments, params, own, columns, alpha, target)
+        for k in grads:
+            block.steps[k] += 1
+        if len(grads) < len(block.params):
+            mix_(
+                block.vertices, target, *block.select(set(range(len(block.params))) - grads.keys())
+            )
+
+    def _collect(self, block: Block, alpha: Tensor) -> None:
+        """Add alpha_i times the present gradients to the n that accumulate."""
+        if block.gradients is None:
+            block.gradients = torch.zeros_like(block.vertices[: self.n])
+        alpha = alpha.to(block.vertices)
+        for k in range(len(block.params)):
+            g = block.gradient(k)
+            if g is not None:
+                block.gathered.add(k)
+                shares = alpha.view(-1, *(1,) * g.dim()) * g.to(alpha.dtype)
+                block.view(block.gradients, k).add_(shares)
+
+    def _step_accumulated(self, block: Block, alpha: Tensor) -> None:
+        """The general path: n gradients of their own."""
+        self._collect(block, alpha)
+        for k in sorted(block.gathered):
+            block.steps[k] += 1
+            rule = self._rule(block.group, block.steps[k])
+            moments = tuple(block.view(m, k) for m in block.moments.values())
+            own = block.view(block.gradients, k)
+            rule.apply(block.view(block.vertices, k)[: self.n], moments, own)
+        block.gradients, block.gathered = None, set()
+        mix_(block.vertices, self.alpha.to(block.vertices.device), block.shards, block.columns)
+
+
+class SubspaceSGD(_SubspaceOptimizer):
+    """torch.optim.SGD for a subspace of n vertices around an untouched model.
+
+    The model holds the point that was drawn; each step shares its gradient out to the vertices and
+    writes the next point. ``opt.eval()`` puts the midpoint into the model, which predicts;
+    ``opt.train()`` puts the drawn point back.
+
+    Call ``opt.eval()`` before an evaluation and before saving the model's weights, ``opt.train()``
+    before training goes on; or ``opt.follow(model)`` once, where a wrapper hides the two.
+
+    All draws are functions of one seed, drawn at construction (where ``torch.distributed`` runs,
+    that of rank 0), and a count: the points are the same on every rank, and a run that resumes from
+    a checkpoint goes on as it would have.
+
+    Args:
+        params: parameters or groups of them, as for torch.optim.SGD.
+        lr, momentum, dampening, weight_decay, nesterov: as for torch.optim.SGD.
+        n: number of vertices.
+        sigma: vertex i > 0 starts as the parameters times N(1, sigma), elementwise.
+        generator: draws the seed; by default torch's own.
+
+    Raises:
+        ValueError: an argument out of its range; parameters that overlap or are no floats.
+
+    >>> net = nn.Linear(4, 2)
+    >>> opt = SubspaceSGD(net.parameters(), lr=0.1, n=3, sigma=0.1)
+    >>> net(torch.zeros(8, 4)).sum().backward()
+    >>> opt.step()
+    >>> opt.vertices()[0].shape
+    torch.Size([3, 2, 4])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        n: int,
+        sigma: float = 0.1,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ValueError(f"expected {name} >= 0, got {name}={value}")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("nesterov needs a momentum > 0 and dampening 0")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, n, sigma, generator)
+
+    def _moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        return Sgd(lr=float(group["lr"]), first=step == 1, **{k: group[k] for k in names})
+
+
+class SubspaceAdamW(_SubspaceOptimizer):
+    """torch.optim.AdamW for a subspace of n vertices around an untouched model.
+
+    As :class:`SubspaceSGD`, with AdamW's rule for each vertex: ``opt.eval()`` before an evaluation
+    and before saving the model's weights, ``opt.train()`` before training goes on.
+
+    Args:
+        params: parameters or groups of them, as for torch.optim.AdamW.
+        lr, betas, eps, weight_decay: as for torch.optim.AdamW.
+        n: number of vertices.
+        sigma: vertex i > 0 starts as the parameters times N(1, sigma), elementwise.
+        generator: draws the seed; by default torch's own.
+
+    Raises:
+        ValueError: an argument out of its range; parameters that overlap or are no floats.
+
+    >>> net = nn.Linear(4, 2)
+    >>> opt = SubspaceAdamW(net.parameters(), lr=1e-3, n=3, sigma=0.1)
+    >>> net(torch.zeros(8, 4)).sum().backward()
+    >>> opt.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        n: int,
+        sigma: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        maximize: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ValueError(f"expected {name} >= 0, got {name}={value}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"expected betas in [0, 1), got betas={betas}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, n, sigma, generator)
+
+    def _moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        names = ("betas", "eps", "weight_decay", "maximize")
+        return AdamW(lr=float(group["lr"]), step=step, **{k: group[k] for k in names})
