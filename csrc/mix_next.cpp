@@ -162,13 +162,14 @@ struct AdamW {
   void update(V* __restrict w, V* __restrict m, V* __restrict s, const V* __restrict g, V a,
               int64_t count) const {
     const V b1 = static_cast<V>(beta1), b2 = static_cast<V>(beta2);
+    const V c1 = static_cast<V>(1 - beta1), c2 = static_cast<V>(1 - beta2);
     const V rate = static_cast<V>(lr / correction1), keep = static_cast<V>(1 - lr * weight_decay);
     const V root = static_cast<V>(std::sqrt(correction2)), epsilon = static_cast<V>(eps);
     if (maximize) a = -a;
     for (int64_t j = 0; j < count; ++j) {
       const V d = a * g[j];
-      const V first = b1 * m[j] + (1 - b1) * d;
-      const V second = b2 * s[j] + (1 - b2) * d * d;
+      const V first = b1 * m[j] + c1 * d;
+      const V second = b2 * s[j] + c2 * d * d;
       m[j] = first;
       s[j] = second;
       w[j] = keep * w[j] - rate * first / (std::sqrt(second) / root + epsilon);

@@ -18,8 +18,8 @@ from ._seed import common_seed, counted_generator, everyones, processes
 from .ops.mix_next import AdamW, Rule, Sgd, mix_, step_
 from .simplex import check_member, check_n, sample_simplex
 
-_OWN_STATE = ("n", "sigma", "frozen", "_mode", "_fixed", "_drawn", "_seed", "_draws", "_blocks")
-_OWN_STATE += ("_processes",)
+_OWN_STATE = ("n", "sigma", "frozen", "_mode", "_fixed", "_drawn", "_blocks")
+_OWN_STATE += ("_seed", "_draws", "_processes")
 
 
 class _SubspaceOptimizer(torch.optim.Optimizer):
@@ -554,6 +554,9 @@ class SubspaceSGD(_SubspaceOptimizer):
     All draws are functions of one seed, drawn at construction (where ``torch.distributed`` runs,
     that of rank 0), and a count: the points are the same on every rank, and a run that resumes from
     a checkpoint goes on as it would have.
+
+    Build it on every rank, after ``init_process_group``, and after ``fully_shard`` where that is
+    used: the vertices and what is made of them are then DTensors, sharded as the parameters.
 
     Args:
         params: parameters or groups of them, as for torch.optim.SGD.
