@@ -67,15 +67,6 @@ void store(const V* __restrict from, P* __restrict to, int64_t count) {
   for (int64_t j = 0; j < count; ++j) to[j] = static_cast<P>(from[j]);
 }
 
-template <class V, class P>
-const V* load(const P* __restrict from, V* __restrict room, int64_t count) {
-  for (int64_t j = 0; j < count; ++j) room[j] = static_cast<V>(from[j]);
-  return room;
-}
-
-template <class V>
-const V* load(const V* from, V*, int64_t) { return from; }
-
 template <class V>
 std::vector<V> weights(const Tensor& alpha) {
   std::vector<V> out(alpha.numel());
@@ -89,26 +80,29 @@ std::vector<V> weights(const Tensor& alpha) {
   return out;
 }
 
-struct Dims {
-  int64_t rows;     // n + frozen
-  int64_t columns;  // P
-};
+// The rows of a matrix whose elements lie side by side within a row.
+template <class V>
+struct Rows {
+  V* data;
+  int64_t count, stride;
 
-Dims dims(const Tensor& vertices) { return {vertices.size(0), vertices.size(1)}; }
+  explicit Rows(const Tensor& matrix)
+      : data(static_cast<V*>(matrix.mutable_data_ptr())),
+        count(matrix.size(0)),
+        stride(matrix.stride(0)) {}
+};
 
 // ---------------------------------------------------------------------------------------------- mix
 
 template <class V, class P>
 void mix_impl(const Tensor& vertices, const Tensor& alpha, const std::vector<Tensor>& params,
               const std::vector<int64_t>& columns) {
-  const auto [rows, width] = dims(vertices);
-  const V* w = static_cast<const V*>(vertices.const_data_ptr());
+  const Rows<V> w(vertices);
   const std::vector<V> a = weights<V>(alpha);
-  for_blocks(ranges(params, columns), [&, rows = rows, width = width](
-                                          size_t k, int64_t column, int64_t offset, int64_t count) {
+  for_blocks(ranges(params, columns), [&](size_t k, int64_t column, int64_t offset, int64_t count) {
     V sum[kBlock] = {};
-    for (int64_t i = 0; i < rows; ++i) {
-      const V* __restrict row = w + i * width + column;
+    for (int64_t i = 0; i < w.count; ++i) {
+      const V* __restrict row = w.data + i * w.stride + column;
       const V ai = a[i];
       for (int64_t j = 0; j < count; ++j) sum[j] += ai * row[j];
     }
@@ -117,90 +111,130 @@ void mix_impl(const Tensor& vertices, const Tensor& alpha, const std::vector<Ten
 }
 
 // -------------------------------------------------------------------------------------------- steps
+//
+// A rule updates one element of a vertex, w, and its moments, m and s, given its gradient g.
 
+template <class V, bool Moment, bool First, bool Nesterov>
 struct Sgd {
-  double lr, momentum, dampening, weight_decay;
-  bool nesterov, first, maximize;
+  static constexpr int kMoments = Moment ? 1 : 0;
+  V lr, momentum, keep, weight_decay;
 
-  template <class V>
-  void update(V* __restrict w, V* __restrict m, V*, const V* __restrict g, V a, int64_t count) const {
-    const V rate = static_cast<V>(lr), mu = static_cast<V>(momentum);
-    const V decay = static_cast<V>(weight_decay);
-    const V keep = first ? V(1) : static_cast<V>(1 - dampening), old = first ? V(0) : mu;
-    if (maximize) a = -a;
-    if (m == nullptr) {
-      for (int64_t j = 0; j < count; ++j) w[j] -= rate * (a * g[j] + decay * w[j]);
-    } else if (first) {  // The buffer may hold anything.
-      const V scale = nesterov ? 1 + mu : V(1);
-      for (int64_t j = 0; j < count; ++j) {
-        const V d = a * g[j] + decay * w[j];
-        m[j] = d;
-        w[j] -= rate * scale * d;
+  void operator()(V& w, V& m, V&, V g) const {
+    V d = g + weight_decay * w;
+    if constexpr (Moment) {
+      if constexpr (First) {
+        m = d;  // Whatever the buffer held.
+      } else {
+        m = momentum * m + keep * d;
       }
-    } else if (nesterov) {
-      for (int64_t j = 0; j < count; ++j) {
-        const V d = a * g[j] + decay * w[j];
-        const V v = old * m[j] + keep * d;
-        m[j] = v;
-        w[j] -= rate * (d + mu * v);
-      }
-    } else {
-      for (int64_t j = 0; j < count; ++j) {
-        const V v = old * m[j] + keep * (a * g[j] + decay * w[j]);
-        m[j] = v;
-        w[j] -= rate * v;
-      }
+      d = Nesterov ? d + momentum * m : m;
     }
+    w -= lr * d;
   }
 };
 
+template <class V>
 struct AdamW {
-  double lr, beta1, beta2, eps, weight_decay, correction1, correction2;
-  bool maximize;
+  static constexpr int kMoments = 2;
+  V rate, shrink, beta1, rest1, beta2, rest2, root, eps;
 
-  template <class V>
-  void update(V* __restrict w, V* __restrict m, V* __restrict s, const V* __restrict g, V a,
-              int64_t count) const {
-    const V b1 = static_cast<V>(beta1), b2 = static_cast<V>(beta2);
-    const V c1 = static_cast<V>(1 - beta1), c2 = static_cast<V>(1 - beta2);
-    const V rate = static_cast<V>(lr / correction1), keep = static_cast<V>(1 - lr * weight_decay);
-    const V root = static_cast<V>(std::sqrt(correction2)), epsilon = static_cast<V>(eps);
-    if (maximize) a = -a;
-    for (int64_t j = 0; j < count; ++j) {
-      const V d = a * g[j];
-      const V first = b1 * m[j] + c1 * d;
-      const V second = b2 * s[j] + c2 * d * d;
-      m[j] = first;
-      s[j] = second;
-      w[j] = keep * w[j] - rate * first / (std::sqrt(second) / root + epsilon);
-    }
+  void operator()(V& w, V& m, V& s, V g) const {
+    m = beta1 * m + rest1 * g;
+    s = beta2 * s + rest2 * g * g;
+    w = shrink * w - rate * m / (std::sqrt(s) / root + eps);
   }
 };
+
+// All that a step touches.
+template <class V>
+struct Buffers {
+  Rows<V> w;
+  std::optional<Rows<V>> m, s;
+  std::vector<V> alpha, next;
+
+  V* moment(const std::optional<Rows<V>>& rows, int64_t i, int64_t column) const {
+    return rows ? rows->data + i * rows->stride + column : nullptr;
+  }
+};
+
+// N vertices side by side: an element of each, its moments and the point stay in registers.
+template <int N, class V, class P, class Rule>
+void step_fused(const Rule& rule, const Buffers<V>& b, const P* __restrict grad, P* __restrict point,
+                int64_t column, int64_t count) {
+  V* w[N];
+  V* m[N];
+  V* s[N];
+  V alpha[N], next[N];
+  for (int i = 0; i < N; ++i) {
+    w[i] = b.w.data + i * b.w.stride + column;
+    m[i] = b.moment(b.m, i, column);
+    s[i] = b.moment(b.s, i, column);
+    alpha[i] = b.alpha[i];
+    next[i] = b.next[i];
+  }
+#pragma GCC ivdep
+  for (int64_t j = 0; j < count; ++j) {
+    const V g = static_cast<V>(grad[j]);
+    V sum = 0;
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) {
+      V wi = w[i][j], mi = 0, si = 0;
+      if constexpr (Rule::kMoments > 0) mi = m[i][j];
+      if constexpr (Rule::kMoments > 1) si = s[i][j];
+      rule(wi, mi, si, alpha[i] * g);
+      w[i][j] = wi;
+      if constexpr (Rule::kMoments > 0) m[i][j] = mi;
+      if constexpr (Rule::kMoments > 1) s[i][j] = si;
+      sum += next[i] * wi;
+    }
+    point[j] = static_cast<P>(sum);
+  }
+}
+
+// Any number of vertices, frozen ones among them: one after the other, the point in the cache.
+template <class V, class P, class Rule>
+void step_looped(const Rule& rule, const Buffers<V>& b, const P* __restrict grad,
+                 P* __restrict point, int64_t column, int64_t count) {
+  V sum[kBlock] = {};
+  const int64_t n = static_cast<int64_t>(b.alpha.size());
+  for (int64_t i = 0; i < b.w.count; ++i) {
+    V* __restrict w = b.w.data + i * b.w.stride + column;
+    if (i < n) {
+      V* __restrict m = b.moment(b.m, i, column);
+      V* __restrict s = b.moment(b.s, i, column);
+      const V alpha = b.alpha[i];
+      for (int64_t j = 0; j < count; ++j) {
+        V mi = 0, si = 0;
+        if constexpr (Rule::kMoments > 0) mi = m[j];
+        if constexpr (Rule::kMoments > 1) si = s[j];
+        rule(w[j], mi, si, alpha * static_cast<V>(grad[j]));
+        if constexpr (Rule::kMoments > 0) m[j] = mi;
+        if constexpr (Rule::kMoments > 1) s[j] = si;
+      }
+    }
+    const V next = b.next[i];
+    for (int64_t j = 0; j < count; ++j) sum[j] += next * w[j];
+  }
+  store(sum, point, count);
+}
 
 template <class V, class P, class Rule>
-void step_impl(const Rule& rule, const Tensor& vertices, const std::optional<Tensor>& first_moment,
-               const std::optional<Tensor>& second_moment, const std::vector<Tensor>& params,
-               const std::vector<Tensor>& grads, const std::vector<int64_t>& columns,
-               const Tensor& alpha, const Tensor& next) {
-  const auto [rows, width] = dims(vertices);
-  const int64_t n = alpha.numel();
-  V* w = static_cast<V*>(vertices.mutable_data_ptr());
-  V* m = first_moment ? static_cast<V*>(first_moment->mutable_data_ptr()) : nullptr;
-  V* s = second_moment ? static_cast<V*>(second_moment->mutable_data_ptr()) : nullptr;
-  const std::vector<V> a = weights<V>(alpha), b = weights<V>(next);
-  for_blocks(ranges(params, columns), [&, rows = rows, width = width](
-                                          size_t k, int64_t column, int64_t offset, int64_t count) {
-    V room[kBlock];
-    V sum[kBlock] = {};
-    const V* g = load(static_cast<const P*>(grads[k].const_data_ptr()) + offset, room, count);
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t at = i * width + column;
-      V* __restrict row = w + at;
-      if (i < n) rule.update(row, m ? m + at : nullptr, s ? s + at : nullptr, g, a[i], count);
-      const V bi = b[i];
-      for (int64_t j = 0; j < count; ++j) sum[j] += bi * row[j];
-    }
-    store(sum, static_cast<P*>(params[k].mutable_data_ptr()) + offset, count);
+void step_impl(const Rule& rule, const Buffers<V>& b, const std::vector<Tensor>& params,
+               const std::vector<Tensor>& grads, const std::vector<int64_t>& columns) {
+  const bool no_frozen = b.w.count == static_cast<int64_t>(b.alpha.size());
+  auto* step = &step_looped<V, P, Rule>;
+  switch (no_frozen ? b.w.count : 0) {
+    case 1: step = &step_fused<1, V, P, Rule>; break;
+    case 2: step = &step_fused<2, V, P, Rule>; break;
+    case 3: step = &step_fused<3, V, P, Rule>; break;
+    case 4: step = &step_fused<4, V, P, Rule>; break;
+    case 5: step = &step_fused<5, V, P, Rule>; break;
+    case 6: step = &step_fused<6, V, P, Rule>; break;
+  }
+  for_blocks(ranges(params, columns), [&](size_t k, int64_t column, int64_t offset, int64_t count) {
+    const P* g = static_cast<const P*>(grads[k].const_data_ptr()) + offset;
+    P* p = static_cast<P*>(params[k].mutable_data_ptr()) + offset;
+    step(rule, b, g, p, column, count);
   });
 }
 
@@ -223,14 +257,35 @@ void mix(Tensor vertices, Tensor alpha, std::vector<Tensor> params, std::vector<
   });
 }
 
+template <class V>
+Buffers<V> buffers(const Tensor& vertices, const std::optional<Tensor>& first,
+                   const std::optional<Tensor>& second, const Tensor& alpha, const Tensor& next,
+                   bool maximize) {
+  Buffers<V> b{Rows<V>(vertices), {}, {}, weights<V>(alpha), weights<V>(next)};
+  if (first) b.m.emplace(*first);
+  if (second) b.s.emplace(*second);
+  if (maximize) {
+    for (V& a : b.alpha) a = -a;
+  }
+  return b;
+}
+
 void sgd_step(Tensor vertices, std::optional<Tensor> momentum_buffer, std::vector<Tensor> params,
               std::vector<Tensor> grads, std::vector<int64_t> columns, Tensor alpha, Tensor next,
               double lr, double momentum, double dampening, double weight_decay, bool nesterov,
               bool first, bool maximize) {
-  const Sgd rule{lr, momentum, dampening, weight_decay, nesterov, first, maximize};
   dispatch(vertices, params, [&](auto v, auto p) {
-    step_impl<decltype(v), decltype(p)>(rule, vertices, momentum_buffer, std::nullopt, params,
-                                        grads, columns, alpha, next);
+    using V = decltype(v);
+    using P = decltype(p);
+    const auto b = buffers<V>(vertices, momentum_buffer, {}, alpha, next, maximize);
+    const V a = static_cast<V>(lr), m = static_cast<V>(momentum), k = static_cast<V>(1 - dampening);
+    const V d = static_cast<V>(weight_decay);
+    const auto run = [&](const auto& rule) { step_impl<V, P>(rule, b, params, grads, columns); };
+    if (!momentum_buffer) return run(Sgd<V, false, false, false>{a, m, k, d});
+    if (first && nesterov) return run(Sgd<V, true, true, true>{a, m, k, d});
+    if (first) return run(Sgd<V, true, true, false>{a, m, k, d});
+    if (nesterov) return run(Sgd<V, true, false, true>{a, m, k, d});
+    run(Sgd<V, true, false, false>{a, m, k, d});
   });
 }
 
@@ -238,10 +293,16 @@ void adamw_step(Tensor vertices, Tensor exp_avg, Tensor exp_avg_sq, std::vector<
                 std::vector<Tensor> grads, std::vector<int64_t> columns, Tensor alpha, Tensor next,
                 double lr, double beta1, double beta2, double eps, double weight_decay,
                 double correction1, double correction2, bool maximize) {
-  const AdamW rule{lr, beta1, beta2, eps, weight_decay, correction1, correction2, maximize};
   dispatch(vertices, params, [&](auto v, auto p) {
-    step_impl<decltype(v), decltype(p)>(rule, vertices, exp_avg, exp_avg_sq, params, grads,
-                                        columns, alpha, next);
+    using V = decltype(v);
+    using P = decltype(p);
+    // Differences and quotients in double: in float, 1 - beta2 has few digits left.
+    const auto cast = [](double x) { return static_cast<V>(x); };
+    const AdamW<V> rule{cast(lr / correction1),  cast(1 - lr * weight_decay), cast(beta1),
+                        cast(1 - beta1),         cast(beta2),                 cast(1 - beta2),
+                        cast(std::sqrt(correction2)), cast(eps)};
+    const auto b = buffers<V>(vertices, exp_avg, exp_avg_sq, alpha, next, maximize);
+    step_impl<V, P>(rule, b, params, grads, columns);
   });
 }
 

@@ -29,8 +29,10 @@ class Block:
     versions: list[tuple[int, int]] = field(default_factory=list)  # As this optimizer wrote them.
 
     @classmethod
-    def of(cls, group: dict[str, Any], params: list[Tensor], rows: int) -> "Block":
-        """Lay parameters out in ``rows`` rows, the values to be filled in.
+    def of(
+        cls, group: dict[str, Any], params: list[Tensor], n: int, moments: Iterable[str]
+    ) -> "Block":
+        """Lay parameters out for n vertices, the values to be filled in, and moments of zeros.
 
         Raises:
             ValueError: parameters that are no floats, not dense, or on the meta device.
@@ -53,8 +55,19 @@ class Block:
         columns = [sum(sizes[:k]) for k in range(len(sizes))]
         # Half-precision parameters have float32 vertices: their master weights.
         dtype = torch.float64 if shards[0].dtype == torch.float64 else torch.float32
-        vertices = torch.empty(rows, sum(sizes), dtype=dtype, device=shards[0].device)
-        return cls(group, params, shards, columns, vertices, steps=[0] * len(params))
+        names = list(moments)
+        rows = padded(n * (1 + len(names)), sum(sizes), dtype=dtype, device=shards[0].device)
+        vertices, *rest = rows.split(n)
+        kept = {name: moment.zero_() for name, moment in zip(names, rest, strict=True)}
+        return cls(group, params, shards, columns, vertices, kept, steps=[0] * len(params))
+
+    def set_rows(self, vertices: Iterable[Tensor]) -> None:
+        """Exchange the vertices for others, ``[P]`` each."""
+        rows = list(vertices)
+        old = self.vertices
+        self.vertices = padded(len(rows), old.shape[1], dtype=old.dtype, device=old.device)
+        for new, row in zip(self.vertices, rows, strict=True):
+            new.copy_(row)
 
     def select(self, which: Iterable[int]) -> tuple[list[Tensor], list[int]]:
         """Some of the parameters' shards and their first columns."""
@@ -62,6 +75,11 @@ class Block:
         if len(which) == len(self.params):
             return self.shards, self.columns
         return [self.shards[k] for k in which], [self.columns[k] for k in which]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the parameters are DTensors, under FSDP."""
+        return is_sharded(self.params[0])
 
     def view(self, buffer: Tensor, k: int) -> Tensor:
         """A buffer's columns of parameter k, shaped like it: ``[rows, *shape]``."""
@@ -91,7 +109,9 @@ class Block:
 
     def now(self) -> list[tuple[int, int]]:
         """The version and the address of each parameter, which tell of writes and moves."""
-        return [(p._version, local(p).data_ptr()) for p in self.params]
+        if self.sharded:
+            return [(p._version, local(p).data_ptr()) for p in self.params]
+        return [(p._version, p.data_ptr()) for p in self.params]
 
     def find(self) -> None:
         """Find the parameters' memory again: ``p.data`` may have been replaced.
@@ -115,17 +135,29 @@ class Block:
         Raises:
             RuntimeError: a sparse gradient.
         """
-        grad = self.params[k].grad
+        grad, p = self.params[k].grad, self.shards[k]
         if grad is None:
             return None
-        if is_sharded(grad) and grad.placements != self.params[k].placements:
-            grad = grad.redistribute(placements=self.params[k].placements)
-        grad, p = local(grad), self.shards[k]
-        if grad.is_sparse:
+        if self.sharded:
+            if grad.placements != self.params[k].placements:
+                grad = grad.redistribute(placements=self.params[k].placements)
+            grad = local(grad)
+        if grad.layout is not torch.strided:
             raise RuntimeError(
                 "sparse gradients can't be shared out to n vertices; use sparse=False"
             )
         return grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
+
+
+def padded(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised matrix whose rows start at different places of a page of memory.
+
+    Rows that lie a multiple of 4 KiB apart would share cache sets: the fused pass reads and writes
+    all of them at the same column.
+    """
+    page, skew = 4096 // dtype.itemsize, 576 // dtype.itemsize
+    pitch = -(-columns // page) * page + skew
+    return torch.empty(rows, pitch, dtype=dtype, device=device)[:, :columns]
 
 
 def is_sharded(tensor: Tensor) -> bool:

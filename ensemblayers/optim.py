@@ -130,13 +130,13 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
             row = torch.empty_like(block.vertices[:1])
             for k, p in enumerate(block.params):
                 block.view(row, k)[0].copy_(share(given[p], p))
-            block.vertices = torch.cat([block.vertices, row])
+            block.set_rows([*block.vertices, row[0]])
         self._set_frozen(self.frozen + 1)
 
     def clear_frozen(self) -> None:
         """Remove the frozen vertices."""
         for block in self._blocks:
-            block.vertices = block.vertices[: self.n].clone()
+            block.set_rows(block.vertices[: self.n])
         self._set_frozen(0)
 
     @torch.no_grad()
@@ -219,9 +219,7 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
             raise ValueError("can't add parameters beside frozen vertices: clear_frozen() first")
         self._find_modules(group["params"])
         for params in alike.values():
-            block = Block.of(group, params, self.n)
-            for name in self._moment_names(group):
-                block.moments[name] = torch.zeros_like(block.vertices)
+            block = Block.of(group, params, self.n, self._moment_names(group))
             self._fill(block, self.sigma, first=True)
             self._blocks.append(block)
         self._publish()
@@ -297,9 +295,9 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         # Not the values: torch would cast float32 vertices to the dtype of the parameters.
         super().load_state_dict({**state_dict, "state": {}})
         for block in self._blocks:
-            block.vertices = block.vertices[: self.n]
-            extra = block.vertices.new_empty(own["frozen"], block.vertices.shape[1])
-            block.vertices = torch.cat([block.vertices, extra])
+            # As many rows as were saved; their values follow.
+            spare = block.vertices[:1].expand(own["frozen"], -1)
+            block.set_rows([*block.vertices[: self.n], *spare])
         self.frozen = own["frozen"]
         self._rebind_groups()
         self._publish()
@@ -402,8 +400,7 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         self._meet()
         for block in self._blocks:
             block.find()
-            alpha = self.alpha.to(block.vertices.device)
-            mix_(block.vertices, alpha, block.shards, block.columns)
+            mix_(block.vertices, self.alpha, block.shards, block.columns)
         self._record()
 
     def _record(self) -> None:
@@ -449,7 +446,9 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         if any(changed[1:]) and not changed[0]:
             for block in self._blocks:
                 if not is_sharded(block.params[0]):
-                    dist.broadcast(block.vertices, src=0)
+                    rows = block.vertices.contiguous()
+                    dist.broadcast(rows, src=0)
+                    block.vertices.copy_(rows)
             self._write()
 
     def _check_train(self) -> None:
@@ -474,7 +473,7 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
             return True
         block.find()
         held = [torch.empty_like(p) for p in block.shards]
-        mix_(block.vertices, self._written.to(block.vertices.device), held, block.columns)
+        mix_(block.vertices, self._written, held, block.columns)
         return all(map(torch.equal, held, block.shards))
 
     def _check_in_use(self) -> None:
@@ -499,8 +498,6 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
 
     def _step(self, block: Block, alpha: Tensor, target: Tensor) -> None:
         grads = {k: g for k in range(len(block.params)) if (g := block.gradient(k)) is not None}
-        device = block.vertices.device
-        alpha, target = alpha.to(device), target.to(device)
         moments = tuple(block.moments.values())
         # One call, unless some parameters missed steps for want of a gradient.
         for steps in sorted({block.steps[k] for k in grads}):
@@ -538,7 +535,7 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
             own = block.view(block.gradients, k)
             rule.apply(block.view(block.vertices, k)[: self.n], moments, own)
         block.gradients, block.gathered = None, set()
-        mix_(block.vertices, self.alpha.to(block.vertices.device), block.shards, block.columns)
+        mix_(block.vertices, self.alpha, block.shards, block.columns)
 
 
 class SubspaceSGD(_SubspaceOptimizer):
