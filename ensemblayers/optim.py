@@ -19,7 +19,9 @@ from .ops.mix_next import AdamW, Rule, Sgd, mix_, step_
 from .simplex import check_member, check_n, sample_simplex
 
 _OWN_STATE = ("n", "sigma", "frozen", "_mode", "_fixed", "_drawn", "_blocks")
-_OWN_STATE += ("_seed", "_draws", "_processes")
+_OWN_STATE += ("_seed", "_draws", "_fills", "_batch", "_points", "_processes", "_left_out")
+_BATCH = 64  # Points that are drawn at a time.
+_FIRST_FILL = 2**40  # The first count of the vertices' noise, past those of the points.
 
 
 class _SubspaceOptimizer(torch.optim.Optimizer):
@@ -43,8 +45,10 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         self._fixed: Tensor | None = None
         self._seed = common_seed(generator)
         self._processes = processes()
-        self._draws = 0
+        self._draws = self._fills = 0
+        self._batch = (-1, 0, 0)
         self._blocks: list[Block] = []
+        self._left_out: list[Tensor] = []  # Frozen parameters: they stay as they are.
         super().__init__(params, defaults)
         self._draw()
         self._write()
@@ -55,24 +59,30 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
     @property
     def alpha(self) -> Tensor:
         """The weights ``[n + frozen]`` of the point that the model holds."""
-        if self._mode == "eval":
-            return self._midpoint()
-        return self._drawn if self._fixed is None else self._fixed
+        if self._fixed is not None:
+            return self._fixed
+        return self._drawn if self._mode == "train" else self._midpoint()
 
     def train(self) -> None:
-        """Put the drawn point into the model, to train it."""
-        self._mode = "train"
-        self._write()
+        """Put the drawn point into the model, to train it.
+
+        Raises:
+            RuntimeError: something else wrote to the parameters.
+        """
+        self._switch("train")
 
     def eval(self) -> None:
-        """Put the midpoint into the model, to evaluate or save it."""
-        self._mode = "eval"
-        self._write()
+        """Put the midpoint into the model, to evaluate or save it.
+
+        Raises:
+            RuntimeError: something else wrote to the parameters.
+        """
+        self._switch("eval")
 
     def set_point(self, alpha: Tensor | Sequence[float] | None = None) -> None:
         """Put a point of one's own into the model and keep it there, or release it with None.
 
-        Training goes on at that point: the step shares the gradient out by its weights.
+        It holds in both modes. In training, steps share the gradient out by its weights.
 
         Args:
             alpha: ``[n]``, or ``[n + frozen]``.
@@ -89,7 +99,7 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
                     f"expected alpha of shape [{self.n}] or [{self.n + self.frozen}], "
                     f"got {list(alpha.shape)}"
                 )
-            self._mode = "train"
+        self._check_untouched()
         self._fixed = alpha
         self._write()
 
@@ -109,6 +119,7 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
             for v, p in zip(self.vertices(), self._parameters(), strict=True)
         ]
 
+    @torch.no_grad()
     def add_frozen(self, tensors: Iterable[Tensor]) -> None:
         """Add a vertex that takes part in the points, and is not trained.
 
@@ -166,24 +177,31 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         """Keep the present gradients for the next step, and draw a new point.
 
         For a step over several points: backward passes with ``accumulate()`` between them, then
-        ``step()``. Costs n gradients; passes at one and the same point need no call.
+        ``step()``. Costs n gradients; passes at one and the same point need no call. Not for a
+        GradScaler, which unscales the last gradients only.
         """
         self._check_train()
         self._meet()
         self._apart = False
         for block in self._blocks:
             self._collect(block, self.alpha[: self.n])
-        self.zero_grad()
         if self._fixed is None:
             self._draw()
         self._write()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the norm of all vertices' gradients together, ``|alpha| |G|``; return it.
+        """Clip the norm of all vertices' gradients together; return what it was.
+
+        It is ``|alpha| |G|``, or that of the gradients of several draws (:meth:`accumulate`).
 
         ``torch.nn.utils.clip_grad_norm_`` on the model's parameters clips ``|G|`` instead.
+
+        Raises:
+            RuntimeError: gradients of several draws under FSDP.
         """
+        if any(block.gradients is not None for block in self._blocks):
+            return self._clip_accumulated(max_norm)
         grads = [p.grad for p in self._parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(grads)
         if is_sharded(norm):
@@ -201,8 +219,8 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
 
         def switch(module: nn.Module, args: Any) -> None:
             mode = "train" if module.training else "eval"
-            if mode != self._mode and self._fixed is None:
-                self.train() if module.training else self.eval()
+            if mode != self._mode:
+                self._switch(mode)
 
         return model.register_forward_pre_hook(switch)
 
@@ -213,7 +231,10 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         alike: dict[tuple, list[Tensor]] = {}
+        self._left_out += [p for p in group["params"] if not p.requires_grad]
         for p in group["params"]:
+            if not p.requires_grad:
+                continue
             alike.setdefault((p.device, p.dtype, is_sharded(p)), []).append(p)
         if self.frozen:
             raise ValueError("can't add parameters beside frozen vertices: clear_frozen() first")
@@ -247,7 +268,12 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         self._meet()
         self._apart = False
         self._check_in_use()
-        alpha = self.alpha[: self.n]
+        if any(p.grad is not None for p in self._left_out):
+            raise RuntimeError(
+                "a parameter that was frozen when the optimizer was built has a gradient: build "
+                "the optimizer after unfreezing it"
+            )
+        alpha = self.alpha[: self.n] if self.frozen else self.alpha
         self._check_untouched()
         if self._fixed is None:
             self._draw()
@@ -259,14 +285,26 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         self._record()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, those of several draws (:meth:`accumulate`) too."""
+        super().zero_grad(set_to_none)
+        for block in self._blocks:
+            block.gradients, block.gathered = None, set()
+
     def state_dict(self) -> dict[str, Any]:
         """The vertices and moments of each parameter, and the state of the draws.
 
         Under FSDP the former are DTensors, as torch's own optimizers have them.
+
+        Raises:
+            RuntimeError: between ``accumulate()`` and ``step()``.
         """
+        if any(block.gradients is not None for block in self._blocks):
+            raise RuntimeError("gradients of several draws can't be saved: call step() first")
         return {
             **super().state_dict(),
             "subspace": {
+                "kind": type(self).__name__,
                 "n": self.n,
                 "frozen": self.frozen,
                 "mode": self._mode,
@@ -274,6 +312,7 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
                 "drawn": self._drawn,
                 "seed": self._seed,
                 "draws": self._draws,
+                "fills": self._fills,
                 "steps": [block.steps for block in self._blocks],
             },
         }
@@ -289,9 +328,12 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
                 shards than this process has.
         """
         own = state_dict.get("subspace")
-        if own is None or own["n"] != self.n:
-            found = "none" if own is None else f"n={own['n']}"
-            raise ValueError(f"expected the state of a subspace of n={self.n}, got {found}")
+        wanted = (type(self).__name__, self.n)
+        if own is None or (own["kind"], own["n"]) != wanted:
+            found = "none" if own is None else f"that of {own['kind']} with n={own['n']}"
+            raise ValueError(f"expected the state of {wanted[0]} with n={self.n}, got {found}")
+        given = [state for _, state in sorted(state_dict["state"].items())]
+        self._check_shapes(given, self.n + own["frozen"])
         # Not the values: torch would cast float32 vertices to the dtype of the parameters.
         super().load_state_dict({**state_dict, "state": {}})
         for block in self._blocks:
@@ -301,18 +343,13 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         self.frozen = own["frozen"]
         self._rebind_groups()
         self._publish()
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for p, i in zip(self._parameters(), saved, strict=True):
-            for name, value in self.state[p].items():
-                own_part, given = local(value), local(state_dict["state"][i][name])
-                if own_part.shape != given.shape:
-                    raise ValueError(
-                        f"expected a shard {list(own_part.shape)} of {name}, got "
-                        f"{list(given.shape)}: was it saved by another number of processes?"
-                    )
-                own_part.copy_(given)
+        for block in self._blocks:
+            self._moments(block)
+        for p, state in zip(self._parameters(), given, strict=True):
+            for name, value in state.items():
+                local(self.state[p][name]).copy_(local(value))
         self._fixed, self._drawn = own["fixed"], own["drawn"]
-        self._seed, self._draws = own["seed"], own["draws"]
+        self._seed, self._draws, self._fills = own["seed"], own["draws"], own["fills"]
         self._processes, self._apart = processes(), False
         for block, steps in zip(self._blocks, own["steps"], strict=True):
             block.steps = list(steps)
@@ -333,6 +370,17 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         self._publish()
         self._write()
 
+    def _check_shapes(self, given: list[dict[str, Tensor]], rows: int) -> None:
+        """Raise a ValueError unless a saved state fits the parameters."""
+        shapes = [(rows, *local(p).shape) for p in self._parameters()]
+        found = [tuple(local(state["vertices"]).shape) for state in given]
+        if shapes != found:
+            of_shards = any(block.sharded for block in self._blocks)
+            raise ValueError(
+                f"expected vertices of shapes {shapes}, got {found}"
+                + (": were they saved by another number of processes?" if of_shards else "")
+            )
+
     # -------------------------------------------------------------------------------------- inside
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
@@ -344,15 +392,16 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        """The parameters that have vertices, in the order of the groups."""
+        return [p for group in self.param_groups for p in group["params"] if p in self.state]
 
     def _fill(self, block: Block, sigma: float, first: bool) -> None:
         """Place the vertices around what the parameters hold."""
         for k, p in enumerate(block.params):
             rows = block.view(block.vertices, k)[: self.n]
             rows.copy_(block.shards[k])
-            self._draws += 1
-            generator = counted_generator(self._seed, self._draws)
+            self._fills += 1
+            generator = counted_generator(self._seed, _FIRST_FILL + self._fills)
             for row in rows[1:] if first else rows:
                 # The whole parameter's, so that a shard starts as its part of one process's.
                 noise = torch.randn(p.shape, dtype=row.dtype, generator=generator).to(row.device)
@@ -383,12 +432,22 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
     def _draw(self) -> None:
         """Draw the next point: a function of the seed and the count, the same on every rank."""
         self._draws += 1
-        double = any(block.vertices.dtype == torch.float64 for block in self._blocks)
-        self._drawn = sample_simplex(
-            self.n + self.frozen,
-            dtype=torch.float64 if double else torch.float32,
-            generator=counted_generator(self._seed, self._draws),
-        )
+        batch, at = divmod(self._draws, _BATCH)
+        rows = self.n + self.frozen
+        if (batch, rows, self._seed) != self._batch:
+            # Many at a time: a draw alone would cost as much as all else that is done in Python.
+            self._batch = (batch, rows, self._seed)
+            double = any(block.vertices.dtype == torch.float64 for block in self._blocks)
+            dtype = torch.float64 if double else torch.float32
+            generator = counted_generator(self._seed, batch)
+            self._points = sample_simplex(rows, _BATCH, dtype=dtype, generator=generator).unbind(0)
+        self._drawn = self._points[at]
+
+    def _switch(self, mode: str) -> None:
+        self._meet()
+        self._check_untouched()
+        self._mode = mode
+        self._write()
 
     def _midpoint(self) -> Tensor:
         alpha = torch.zeros_like(self._drawn)
@@ -473,8 +532,12 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
             return True
         block.find()
         held = [torch.empty_like(p) for p in block.shards]
-        mix_(block.vertices, self._written, held, block.columns)
-        return all(map(torch.equal, held, block.shards))
+        # Weights saved at another point of these vertices are no loss either.
+        for alpha in (self._written, self._drawn, self._midpoint()):
+            mix_(block.vertices, alpha, held, block.columns)
+            if all(map(torch.equal, held, block.shards)):
+                return True
+        return False
 
     def _check_in_use(self) -> None:
         """Raise where the optimizer was built too early for torch.distributed."""
@@ -497,45 +560,68 @@ class _SubspaceOptimizer(torch.optim.Optimizer):
         self._in_use = len(idle) < len(params)
 
     def _step(self, block: Block, alpha: Tensor, target: Tensor) -> None:
-        grads = {k: g for k in range(len(block.params)) if (g := block.gradient(k)) is not None}
-        moments = tuple(block.moments.values())
-        # One call, unless some parameters missed steps for want of a gradient.
-        for steps in sorted({block.steps[k] for k in grads}):
-            which = [k for k in grads if block.steps[k] == steps]
+        grads = block.gradients_now()
+        moments = self._moments(block)
+        # One call, unless some parameters miss steps for want of a gradient.
+        parts: dict[int | None, list[int]] = {}
+        for k, g in enumerate(grads):
+            parts.setdefault(None if g is None else block.steps[k], []).append(k)
+        for steps, which in parts.items():
             params, columns = block.select(which)
+            if steps is None:
+                mix_(block.vertices, target, params, columns)
+                continue
             own = [grads[k] for k in which]
             rule = self._rule(block.group, steps + 1)
             step_(rule, block.vertices, moments, params, own, columns, alpha, target)
-        for k in grads:
-            block.steps[k] += 1
-        if len(grads) < len(block.params):
-            mix_(
-                block.vertices, target, *block.select(set(range(len(block.params))) - grads.keys())
-            )
+            for k in which:
+                block.steps[k] += 1
 
     def _collect(self, block: Block, alpha: Tensor) -> None:
-        """Add alpha_i times the present gradients to the n that accumulate."""
+        """Move the present gradients, alpha_i times each, to the n that accumulate."""
         if block.gradients is None:
             block.gradients = torch.zeros_like(block.vertices[: self.n])
         alpha = alpha.to(block.vertices)
-        for k in range(len(block.params)):
-            g = block.gradient(k)
+        for k, g in enumerate(block.gradients_now()):
             if g is not None:
                 block.gathered.add(k)
                 shares = alpha.view(-1, *(1,) * g.dim()) * g.to(alpha.dtype)
                 block.view(block.gradients, k).add_(shares)
+                block.params[k].grad = None
+
+    def _clip_accumulated(self, max_norm: float) -> Tensor:
+        if any(block.sharded for block in self._blocks):
+            raise RuntimeError("gradients of several draws can't be clipped under FSDP")
+        for block in self._blocks:
+            self._collect(block, self.alpha[: self.n])
+        gradients = [block.gradients for block in self._blocks]
+        norm = nn.utils.get_total_norm(gradients)
+        for g in gradients:
+            # torch's own rule.
+            g.mul_((max_norm / (norm.to(g.device) + 1e-6)).clamp(max=1.0))
+        return norm
 
     def _step_accumulated(self, block: Block, alpha: Tensor) -> None:
         """The general path: n gradients of their own."""
         self._collect(block, alpha)
+        buffers = self._moments(block)
         for k in sorted(block.gathered):
             block.steps[k] += 1
             rule = self._rule(block.group, block.steps[k])
-            moments = tuple(block.view(m, k) for m in block.moments.values())
+            moments = tuple(block.view(m, k) for m in buffers)
             own = block.view(block.gradients, k)
             rule.apply(block.view(block.vertices, k)[: self.n], moments, own)
         block.gradients, block.gathered = None, set()
         mix_(block.vertices, self.alpha, block.shards, block.columns)
+
+    def _moments(self, block: Block) -> tuple[Tensor, ...]:
+        """What the rule of a block's group keeps: momentum may have been switched on or off."""
+        names = self._moment_names(block.group)
+        if missing := [name for name in names if name not in block.moments]:
+            block.add_moments(missing, self.n)
+            block.steps = [0] * len(block.steps)
+            self._publish()
+        return tuple(block.moments[name] for name in names)
 
 
 class SubspaceSGD(_SubspaceOptimizer):
@@ -556,7 +642,8 @@ class SubspaceSGD(_SubspaceOptimizer):
     used: the vertices and what is made of them are then DTensors, sharded as the parameters.
 
     Args:
-        params: parameters or groups of them, as for torch.optim.SGD.
+        params: parameters or groups of them, as for torch.optim.SGD. Those that are frozen
+            (requires_grad=False) stay as they are.
         lr, momentum, dampening, weight_decay, nesterov: as for torch.optim.SGD.
         n: number of vertices.
         sigma: vertex i > 0 starts as the parameters times N(1, sigma), elementwise.
@@ -588,7 +675,7 @@ class SubspaceSGD(_SubspaceOptimizer):
         generator: torch.Generator | None = None,
     ) -> None:
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if value < 0:
+            if not value >= 0:
                 raise ValueError(f"expected {name} >= 0, got {name}={value}")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("nesterov needs a momentum > 0 and dampening 0")
@@ -617,7 +704,8 @@ class SubspaceAdamW(_SubspaceOptimizer):
     and before saving the model's weights, ``opt.train()`` before training goes on.
 
     Args:
-        params: parameters or groups of them, as for torch.optim.AdamW.
+        params: parameters or groups of them, as for torch.optim.AdamW. Those that are frozen
+            (requires_grad=False) stay as they are.
         lr, betas, eps, weight_decay: as for torch.optim.AdamW.
         n: number of vertices.
         sigma: vertex i > 0 starts as the parameters times N(1, sigma), elementwise.
@@ -646,10 +734,10 @@ class SubspaceAdamW(_SubspaceOptimizer):
         generator: torch.Generator | None = None,
     ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if value < 0:
+            if not value >= 0:
                 raise ValueError(f"expected {name} >= 0, got {name}={value}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"expected betas in [0, 1), got betas={betas}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"expected two betas in [0, 1), got betas={betas}")
         defaults = {
             "lr": lr,
             "betas": betas,

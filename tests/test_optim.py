@@ -518,7 +518,10 @@ def test_shared_parameters_are_one():
         (lambda p: SubspaceSGD(p, lr=0.1, n=2, momentum=-0.5), "momentum=-0.5"),
         (lambda p: SubspaceSGD(p, lr=0.1, n=2, nesterov=True), "nesterov"),
         (lambda p: SubspaceAdamW(p, lr=0.1, n=2, betas=(1.0, 0.9)), r"betas=\(1.0, 0.9\)"),
-        (lambda p: SubspaceSGD([torch.zeros(3).expand(2, 3)], lr=0.1, n=2), r"\[2, 3\]"),
+        (
+            lambda p: SubspaceSGD([nn.Parameter(torch.zeros(3).expand(2, 3))], lr=0.1, n=2),
+            r"\[2, 3\]",
+        ),
     ],
 )
 def test_errors_name_the_offending_value(call, message):
@@ -545,3 +548,133 @@ def test_it_learns_what_the_midpoint_predicts():
         opt.step()
     opt.eval()
     assert (model(x).argmax(1) == y).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("overwrite", ["eval", "train", "set_point", "a forward pass"])
+def test_nothing_overwrites_loaded_weights_in_silence(overwrite):
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    opt.follow(model)
+    if overwrite == "train":
+        opt.eval()
+    best = net().state_dict()
+    model.load_state_dict(best)
+    with pytest.raises(RuntimeError, match=r"restart\(\)"):
+        if overwrite == "a forward pass":
+            model.eval()(torch.zeros(1, 5).double())
+        else:
+            getattr(opt, overwrite)(*([[1.0, 0.0, 0.0]] if overwrite == "set_point" else []))
+    close(model.state_dict().values(), best.values(), rtol=0, atol=0)
+
+
+def test_a_released_point_leaves_what_the_mode_asks_for():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    opt.eval()
+    opt.set_point([0.0, 1.0, 0.0])
+    close(model.parameters(), opt.export(1))
+    opt.set_point(None)
+    close(model.parameters(), [v.mean(0) for v in opt.vertices()])
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_clipping_counts_the_gradients_of_all_draws(max_norm):
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=1.0, n=3, sigma=0.5)
+    explicit = Explicit(model, opt, torch.optim.SGD, lr=1.0)
+    explicit.backward(opt.alpha.clone(), backward(model))
+    opt.accumulate()
+    explicit.backward(opt.alpha.clone(), backward(model))
+    norm = nn.utils.clip_grad_norm_(explicit.copies, max_norm)
+    torch.testing.assert_close(opt.clip_grad_norm_(max_norm), norm)
+    opt.step()
+    explicit.step()
+    close(opt.vertices(), explicit.copies, rtol=1e-9, atol=1e-11)
+
+
+def test_zero_grad_drops_the_gradients_of_all_draws():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=1.0, n=3, sigma=0.5)
+    before = [v.clone() for v in opt.vertices()]
+    backward(model)
+    opt.accumulate()
+    with pytest.raises(RuntimeError, match=r"step\(\)"):
+        opt.state_dict()
+    opt.zero_grad()
+    opt.step()
+    close(opt.vertices(), before, rtol=0, atol=0)
+
+
+def test_frozen_parameters_stay_as_they_are():
+    model = net()
+    model[0].requires_grad_(False)
+    before = [p.clone() for p in model[0].parameters()]
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    for _ in range(3):
+        opt.zero_grad()
+        backward(model)
+        opt.step()
+    opt.eval()
+    close(model[0].parameters(), before, rtol=0, atol=0)
+    assert len(opt.vertices()) == 2
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    opt.train()
+    model[0].requires_grad_(True)
+    opt.zero_grad()
+    backward(model)
+    with pytest.raises(RuntimeError, match="unfreezing"):
+        opt.step()
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.9), (0.9, 0.0), (0.9, 0.5)])
+def test_momentum_may_change_on_the_way(values):
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.05, n=2, sigma=0.5, momentum=values[0])
+    explicit = Explicit(model, opt, torch.optim.SGD, lr=0.05, momentum=values[0])
+    for step in range(6):
+        for o in (opt, explicit.opt):
+            o.param_groups[0]["momentum"] = values[step >= 3]
+            o.param_groups[0]["dampening"] = 0.25
+        alpha = opt.alpha.clone()
+        opt.zero_grad()
+        explicit.backward(alpha, backward(model))
+        opt.step()
+        explicit.step()
+    close(opt.vertices(), explicit.copies, rtol=1e-9, atol=1e-11)
+
+
+def test_a_state_with_momentum_loads_into_an_optimizer_without():
+    model, other = net(), net()
+    opt = SubspaceSGD(model.parameters(), lr=0.05, n=2, sigma=0.5, momentum=0.9)
+    backward(model)
+    opt.step()
+    again = SubspaceSGD(other.parameters(), lr=0.05, n=2, sigma=0.5)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for m, o in ((model, opt), (other, again)):
+        torch.manual_seed(3)
+        o.zero_grad()
+        backward(m)
+        o.step()
+    close(other.parameters(), model.parameters(), rtol=0, atol=0)
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    opt = SubspaceSGD(net().parameters(), lr=0.1, n=3)
+    before = [v.clone() for v in opt.vertices()]
+    others = [
+        SubspaceAdamW(net().parameters(), lr=0.7, n=3),
+        SubspaceSGD(nn.Linear(2, 2).parameters(), lr=0.7, n=3),
+    ]
+    for other, message in zip(others, ("SubspaceAdamW", r"\(3, 2, 2\)"), strict=True):
+        with pytest.raises(ValueError, match=message):
+            opt.load_state_dict(other.state_dict())
+    close(opt.vertices(), before, rtol=0, atol=0)
+    assert opt.param_groups[0]["lr"] == 0.1
+
+
+def test_frozen_vertices_may_be_given_as_parameters():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=2)
+    opt.add_frozen(net().parameters())
+    assert not any(v.requires_grad for v in opt.vertices())
+    copy.deepcopy(opt.state_dict())

@@ -23,7 +23,7 @@ from . import native
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sgd:
     """torch.optim.SGD's rule; ``first``: the momentum buffer holds nothing yet.
 
@@ -53,7 +53,7 @@ class Sgd:
         w.sub_(d, alpha=float(self.lr))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class AdamW:
     """torch.optim.AdamW's rule at step ``step``, counted from 1.
 
@@ -88,7 +88,6 @@ class AdamW:
 Rule = Sgd | AdamW
 
 
-@torch.no_grad()
 def mix_(vertices: Tensor, alpha: Tensor, params: Sequence[Tensor], columns: Sequence[int]) -> None:
     """Write the point alpha into parameters.
 
@@ -97,17 +96,17 @@ def mix_(vertices: Tensor, alpha: Tensor, params: Sequence[Tensor], columns: Seq
         - params: dense, each a range of columns in the order of its memory, from ``columns[k]``
     """
     if _in_cpp(vertices, params):
-        torch.ops.ensemblayers.mix_(vertices, alpha, params, columns)
+        torch.ops.ensemblayers.mix_.default(vertices, alpha, params, columns)
         return
     if _in_triton(vertices, params):
         _triton().mix_(vertices, alpha, params, columns)
         return
-    alpha = alpha.to(vertices)
-    for p, column in zip(params, columns, strict=True):
-        _memory(p).copy_(alpha @ vertices[:, column : column + p.numel()])
+    with torch.no_grad():
+        alpha = alpha.to(vertices)
+        for p, column in zip(params, columns, strict=True):
+            _memory(p).copy_(alpha @ vertices[:, column : column + p.numel()])
 
 
-@torch.no_grad()
 def step_(
     rule: Rule,
     vertices: Tensor,
@@ -131,13 +130,14 @@ def step_(
     if _in_triton(vertices, params):
         _triton().step_(rule, vertices, moments, params, grads, columns, alpha, next_alpha)
         return
-    alpha, next_alpha = alpha.to(vertices), next_alpha.to(vertices)
-    n = len(alpha)
-    for p, g, column in zip(params, grads, columns, strict=True):
-        span = slice(column, column + p.numel())
-        own = torch.outer(alpha, _memory(g).to(vertices.dtype))
-        rule.apply(vertices[:n, span], tuple(m[:, span] for m in moments), own)
-        _memory(p).copy_(next_alpha @ vertices[:, span])
+    with torch.no_grad():
+        alpha, next_alpha = alpha.to(vertices), next_alpha.to(vertices)
+        n = len(alpha)
+        for p, g, column in zip(params, grads, columns, strict=True):
+            span = slice(column, column + p.numel())
+            own = torch.outer(alpha, _memory(g).to(vertices.dtype))
+            rule.apply(vertices[:n, span], tuple(m[:, span] for m in moments), own)
+            _memory(p).copy_(next_alpha @ vertices[:, span])
 
 
 def _step_cpp(rule, vertices, moments, params, grads, columns, alpha, next_alpha) -> None:
@@ -146,10 +146,12 @@ def _step_cpp(rule, vertices, moments, params, grads, columns, alpha, next_alpha
         buffer = moments[0] if moments else None
         numbers = (float(rule.lr), rule.momentum, rule.dampening, rule.weight_decay)
         flags = (rule.nesterov, rule.first, rule.maximize)
-        ops.sgd_step_(vertices, buffer, params, grads, columns, alpha, next_alpha, *numbers, *flags)
+        ops.sgd_step_.default(
+            vertices, buffer, params, grads, columns, alpha, next_alpha, *numbers, *flags
+        )
     else:
         numbers = (float(rule.lr), *rule.betas, rule.eps, rule.weight_decay, *rule.corrections())
-        ops.adamw_step_(
+        ops.adamw_step_.default(
             vertices, *moments, params, grads, columns, alpha, next_alpha, *numbers, rule.maximize
         )
 
