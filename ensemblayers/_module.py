@@ -1,6 +1,7 @@
 """Copies of modules, and the exchange of a module's class within a copy."""
 
 import copy
+from collections import OrderedDict
 
 from torch import Tensor, nn
 
@@ -35,10 +36,22 @@ class PlainKeys(nn.Module):
     def state_dict(self, *args, **kwargs):
         return self.module.state_dict(*args, **kwargs)
 
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        completed = OrderedDict(state_dict)
+        if hasattr(state_dict, "_metadata"):
+            completed._metadata = state_dict._metadata
+        self._complete(completed, "")
+        return self.module.load_state_dict(completed, strict=strict, assign=assign)
+
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        # As a part of another module, whose load_state_dict goes on to ``module`` after this.
+        self._complete(state_dict, prefix)
         for key in [k for k in state_dict if k.startswith(prefix)]:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _complete(self, state_dict, prefix):
+        """Fit the tensors under a prefix to this ensemble's."""
 
 
 def forget_fast_path(module: nn.Module) -> None:

@@ -17,7 +17,15 @@ from ._module import (
 )
 from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer, batch_ensemble_size
 from .functional import mix
-from .simplex import Point, check_member, check_n, drop_point_hooks, points, share_point
+from .simplex import (
+    Point,
+    check_member,
+    check_n,
+    drop_point_hooks,
+    points,
+    share_point,
+    vertex_count,
+)
 from .stacked import StackedEnsemble
 from .subspace import Subspace, SubspaceLayer
 
@@ -42,7 +50,8 @@ def to_subspace(
     Args:
         model: any module; it is not changed.
         n: number of vertices.
-        sigma: vertex i > 0 starts as vertex 0 times N(1, sigma), elementwise.
+        sigma: vertex i > 0 starts as vertex 0 times N(1, sigma), elementwise; frozen parameters
+            (requires_grad=False) are the same at all vertices.
         where: called with each module that has parameters and its name; False leaves it plain.
         opaque: classes whose forward reads its children's parameters instead of calling the
             children, as in ``F.linear(x, self.proj.weight)``. Below them, each module becomes a
@@ -67,8 +76,16 @@ def to_subspace(
     if refused:
         listed = "; ".join(f"{name}: {why}" for name, why in refused.items())
         raise ValueError(f"can't convert {listed}. Leave them plain with where=")
+    if not chosen:
+        raise ValueError(
+            f"expected a model with parameters to convert, got {type(model).__name__} with none "
+            "(subspace layers and those that where= leaves out don't count)"
+        )
+    # A frozen parameter is the same at all vertices: nothing would train noise away.
     stacked = {
-        p: nn.Parameter(vertices(p, n, sigma), requires_grad=p.requires_grad)
+        p: nn.Parameter(
+            vertices(p, n, sigma if p.requires_grad else 0.0), requires_grad=p.requires_grad
+        )
         for p in dict.fromkeys(p for _, module in chosen for p in own_parameters(module).values())
     }
     _check_ties(model, {id(module) for _, module in chosen}, stacked)
@@ -229,6 +246,7 @@ def member(model: nn.Module, i: int) -> nn.Module:
     check_outermost(model)
     if any(isinstance(m, BatchEnsembleLayer) for m in model.modules()):
         return _batch_ensemble_member(model, i)
+    vertex_count(model)
     return _at_points(model, lambda point, like: point.vertex(i, like))
 
 

@@ -16,7 +16,7 @@ from .batch_ensemble import (
     batch_ensemble_size,
     repeat_forward,
 )
-from .simplex import at, points
+from .simplex import at, vertex_count
 from .stacked import StackedEnsemble, stack_outputs
 from .subspace import SubspaceLayer
 
@@ -49,7 +49,7 @@ def members(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inner = model.module if isinstance(model, BatchEnsemble) else model
         return repeat_forward(inner, batch_ensemble_size(inner), args, kwargs)
     outputs = []
-    for vertex in range(points(model)[0].n) if kinds else [None]:
+    for vertex in range(vertex_count(model)) if kinds else [None]:
         with at(model, vertex=vertex) if kinds else contextlib.nullcontext():
             outputs.append(model(*args, **kwargs))
     return stack_outputs(outputs)

@@ -169,6 +169,18 @@ def points(model: nn.Module) -> list[Point]:
     return list({id(p): p for p in found}.values())
 
 
+def vertex_count(model: nn.Module) -> int:
+    """The number of vertices of a model's subspace layers.
+
+    Raises:
+        ValueError: the model has none, or of several n.
+    """
+    counts = sorted({p.n for p in points(model)})
+    if len(counts) > 1:
+        raise ValueError(f"expected one number of vertices in all layers, got n={counts}")
+    return counts[0]
+
+
 def share_point(model: nn.Module, point: Point | None = None) -> Point:
     """Give all subspace layers of a model one point, drawn once before each forward of the model.
 
@@ -190,11 +202,10 @@ def share_point(model: nn.Module, point: Point | None = None) -> Point:
     >>> share_point(model)
     Point(n=3, shared=True)
     """
-    old = points(model)
-    counts = sorted({p.n for p in old} | ({point.n} if point is not None else set()))
-    if len(counts) > 1:
-        raise ValueError(f"expected one number of vertices in all layers, got n={counts}")
-    point = Point(old[0].n) if point is None else point
+    n = vertex_count(model)
+    point = Point(n) if point is None else point
+    if point.n != n:
+        raise ValueError(f"expected a point of the layers' n={n} vertices, got n={point.n}")
     point.shared, point.owner = True, model
     for module in model.modules():
         drop_point_hooks(module)

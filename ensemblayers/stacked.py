@@ -22,7 +22,8 @@ class StackedEnsemble(PlainKeys):
     The parameters and buffers are those of the members, stacked: ``[n, *shape]`` under the
     members' names, leaves that an optimizer trains as each member's own optimizer would. The
     members given are not changed and not kept. Random layers differ among the members; BatchNorm's
-    statistics are each member's own.
+    statistics are each member's own. Activation checkpointing goes around the ensemble, not inside
+    its members.
 
     Args:
         models: at least one network; the same classes, shapes, flags and ties in all.
@@ -35,7 +36,8 @@ class StackedEnsemble(PlainKeys):
         - Input: ``[B, ...]`` shared by all members, or ``[n, B, ...]``, one batch a member. Pass
           ``shared=True`` or ``shared=False`` to say which; without it, an input has one batch a
           member if its first dimension is n and it has one dimension more than the first layer
-          takes (4 for Conv2d, 2 for others).
+          takes, where that is a convolution (4 for Conv2d) or linear (2, with a warning: a shared
+          batch of n sequences looks the same). Before other layers, it is shared.
         - Output: ``[n, B, ...]``
 
     Raises:
@@ -133,15 +135,15 @@ class StackedEnsemble(PlainKeys):
         if not tensors or tensors[0].dim() == 0 or tensors[0].shape[0] != self.n:
             return True
         dim = tensors[0].dim()
-        if self._input_dim is not None:
-            return dim != self._input_dim + 1
-        if dim > 2:
+        if self._input_dim is None or dim != self._input_dim + 1:
+            return True
+        if self._input_dim == 2:
             warnings.warn(
                 f"an input {list(tensors[0].shape)} is taken as one batch for each of the "
                 f"n={self.n} members; pass shared=True or shared=False to say which",
                 stacklevel=3,
             )
-        return dim <= 2
+        return False
 
     def _in_dim(self, leaf: Any, shared: bool) -> int | None:
         if shared or not isinstance(leaf, Tensor) or leaf.dim() == 0:
@@ -154,7 +156,25 @@ class StackedEnsemble(PlainKeys):
         return 0
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        return dict(self.module.named_parameters()), dict(self.module.named_buffers())
+        """All parameters and buffers by name, once for each module that holds them.
+
+        Of a module under two names, functional_call would put back the wrong tensors.
+        """
+        parameters: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        for prefix, module in self.module.named_modules():
+            for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
+                for name, tensor in own.items():
+                    if tensor is not None:
+                        found[f"{prefix}.{name}" if prefix else name] = tensor
+        return parameters, buffers
+
+    def _apply(self, fn, recurse=True):
+        # A stack has a dimension too many for fn to give it a memory format.
+        def flat(t: Tensor) -> Tensor:
+            return fn(t.flatten(0, 1)).unflatten(0, t.shape[:2]) if t.dim() > 1 else fn(t)
+
+        return super()._apply(flat, recurse)
 
     def _use_vmap(self) -> bool:
         if self.strategy == "auto":
@@ -165,7 +185,8 @@ class StackedEnsemble(PlainKeys):
     def _loop(self, in_dims: Any, args: Any, kwargs: Any) -> Any:
         parameters, buffers = self._tensors()
         # One unbind, not n selects: the backward pass of a select fills all n members with zeros.
-        rows = {name: p.unbind(0) for name, p in parameters.items()}
+        unbound = {p: p.unbind(0) for p in parameters.values()}
+        rows = {name: unbound[p] for name, p in parameters.items()}
         flat, spec = pytree.tree_flatten((args, kwargs))
         dims = pytree.tree_leaves(in_dims, is_leaf=lambda x: x is None)
         attributes = [] if self._skeletons else _snapshot(self.module)
@@ -177,7 +198,7 @@ class StackedEnsemble(PlainKeys):
             a, k = pytree.tree_unflatten(
                 [leaf if d is None else leaf[i] for leaf, d in zip(flat, dims, strict=True)], spec
             )
-            outputs.append(functional_call(self._caller(i), own, a, k))
+            outputs.append(functional_call(self._caller(i), own, a, k, tie_weights=False))
             for name, old in before.items():
                 if own[name] is not old:  # The module assigned a new tensor to its buffer.
                     buffers[name][i].copy_(own[name])
@@ -202,7 +223,7 @@ class StackedEnsemble(PlainKeys):
 
         def call(parameters: dict, buffers: dict, args: Any, kwargs: Any) -> Any:
             own = {**parameters, **buffers}
-            out = functional_call(self.module, own, args, kwargs)
+            out = functional_call(self.module, own, args, kwargs, tie_weights=False)
             if any(own[name] is not b for name, b in buffers.items()):
                 raise RuntimeError("a buffer was assigned, not updated in place")
             return out
@@ -263,14 +284,13 @@ class StackedEnsemble(PlainKeys):
                 m._parameters.update(own)
                 m._buffers.update(buffers)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+    def _complete(self, state_dict, prefix):
         # A plain network's tensors become every member's.
         own = self.module.state_dict(keep_vars=True)
         for name, tensor in own.items():
             plain = state_dict.get(prefix + name)
             if isinstance(plain, Tensor) and plain.dim() == tensor.dim() - 1:
                 state_dict[prefix + name] = plain.expand(self.n, *plain.shape).clone()
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def stack_outputs(outputs: list[Any]) -> Any:
@@ -297,10 +317,13 @@ def _fork_rng(*tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager:
 
 
 def _input_dim(model: nn.Module) -> int | None:
-    """Dimensions of a batched input, where the first layer with parameters is a convolution."""
+    """Dimensions of a batched input, where the first layer is a convolution or linear."""
     conv = nn.modules.conv._ConvNd
-    first = next((m for m in model.modules() if isinstance(m, conv) or own_parameters(m)), None)
-    return len(first.kernel_size) + 2 if isinstance(first, conv) else None
+    layers = (conv, nn.Linear, nn.Embedding, nn.RNNBase, nn.MultiheadAttention)
+    first = next((m for m in model.modules() if isinstance(m, layers)), None)
+    if isinstance(first, conv):
+        return len(first.kernel_size) + 2
+    return 2 if isinstance(first, nn.Linear) else None
 
 
 def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -57,7 +57,8 @@ class SubspaceLayer(nn.Module):
         for name, p in self._parameters.items():
             plain = state_dict.get(prefix + name)
             if p is not None and plain is not None and plain.dim() == p.dim() - 1:
-                state_dict[prefix + name] = vertices(plain, len(p), self.subspace_sigma)
+                sigma = self.subspace_sigma if p.requires_grad else 0.0
+                state_dict[prefix + name] = vertices(plain, len(p), sigma)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _reset_vertices(self) -> None:

@@ -687,3 +687,27 @@ def test_every_vertex_of_torchvisions_models_gets_a_gradient(build):
         model(torch.randn(2, 3, *((32, 32) if build is resnet18 else (8, 8)))).sum().backward()
         for k, p in model.named_parameters():
             assert p.grad.flatten(1).any(1).all(), k
+
+
+def test_frozen_layers_are_the_same_at_all_vertices():
+    source = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    source[0].requires_grad_(False)
+    model = el.to_subspace(source, n=3, sigma=0.5)
+    for state in (None, source.state_dict()):
+        if state:
+            model.load_state_dict(state)
+        assert all(torch.equal(v, source[0].weight) for v in model[0].weight)
+        assert not torch.equal(model[1].weight[1], source[1].weight)
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), el.to_subspace(nn.Linear(2, 2), n=2)])
+def test_nothing_to_convert_is_an_error(model):
+    with pytest.raises(ValueError, match="to convert"):
+        el.to_subspace(model, n=3)
+
+
+def test_layers_of_several_n_have_no_members():
+    model = nn.Sequential(el.SubspaceLinear(2, 2, n=2), el.SubspaceLinear(2, 2, n=3))
+    for call in (lambda: el.members(model, torch.zeros(1, 2)), lambda: el.member(model, 0)):
+        with pytest.raises(ValueError, match=r"n=\[2, 3\]"):
+            call()

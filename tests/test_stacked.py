@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from torchvision.models import VisionTransformer
 
 import ensemblayers as el
 
@@ -697,3 +698,74 @@ def test_compile(strategy):
 
 def test_repr():
     assert "n=3, strategy='auto'" in repr(el.StackedEnsemble(make("dense")))
+
+
+class Twice(nn.Module):
+    """One module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.PReLU())
+        self.second = self.first
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("strategy", ["loop", "vmap"])
+def test_a_module_under_two_names_is_one(strategy):
+    models = [Twice().double() for _ in range(2)]
+    ensemble = el.StackedEnsemble(models, strategy=strategy)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (ensemble, *models)]
+    for _ in range(3):
+        x = torch.randn(5, 3).double()
+        outputs = [m(x) for m in models]
+        torch.testing.assert_close(ensemble(x), torch.stack(outputs))
+        sum(o.square().sum() for o in [*outputs, ensemble(x)]).backward()
+        for m in models:
+            m(x)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, p in ensemble.module.named_parameters():
+        assert isinstance(p, nn.Parameter)
+        torch.testing.assert_close(p, torch.stack([m.get_parameter(name) for m in models]))
+    for name, b in ensemble.module.named_buffers():
+        torch.testing.assert_close(b, torch.stack([m.get_buffer(name) for m in models]))
+
+
+def test_memory_formats_are_those_of_each_members():
+    models = [nn.Conv2d(3, 4, 3) for _ in range(2)]
+    ensemble = el.StackedEnsemble(models).to(memory_format=torch.channels_last)
+    assert ensemble.module.weight[1].is_contiguous(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(ensemble(x), torch.stack([m(x) for m in models]))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), (2, 5, 4)),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (2, 1, 3, 4)),
+        (lambda: VisionTransformer(8, 4, 1, 2, 8, 16, num_classes=3), (2, 3, 8, 8)),
+        (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), None),
+    ],
+    ids=["encoder", "flatten", "vit", "embedding"],
+)
+def test_a_batch_of_n_examples_is_a_batch_of_examples(build, shape):
+    models = [build().eval() for _ in range(2)]
+    x = torch.randint(9, (2, 5)) if shape is None else torch.randn(shape)
+    ensemble = el.StackedEnsemble(models)
+    torch.testing.assert_close(ensemble(x), torch.stack([m(x) for m in models]))
+
+
+@pytest.mark.parametrize("wrap", [el.to_stacked, el.to_batch_ensemble])
+def test_versions_in_a_state_dict_reach_the_modules(wrap):
+    ensemble = wrap(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), n=2)
+    seen = []
+    norm = ensemble.module[1]
+    norm.register_load_state_dict_pre_hook(lambda m, sd, prefix, meta, *rest: seen.append(meta))
+    ensemble.load_state_dict(ensemble.state_dict())
+    assert seen == [{"version": 2}]
+    with pytest.raises(RuntimeError, match=r'"0\.weight"'):
+        ensemble.load_state_dict({})

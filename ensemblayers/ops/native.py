@@ -12,6 +12,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -37,13 +38,23 @@ def available() -> bool:
     if wish == "0":
         return False
     try:
-        torch.ops.load_library(str(_library()))
+        _load()
     except Exception as error:
         if wish == "1":
             raise RuntimeError(f"the C++ kernels can't be built: {error}") from error
         _LOG.debug("no C++ kernels, plain PyTorch instead: %s", error)
         return False
     return True
+
+
+def _load() -> None:
+    library = _library()
+    try:
+        torch.ops.load_library(str(library))
+    except OSError:
+        # Damaged, or of a machine that the cache folder was copied from.
+        library.unlink()
+        torch.ops.load_library(str(_library()))
 
 
 def sources() -> list[Path]:
@@ -57,12 +68,13 @@ def sources() -> list[Path]:
 
 def _library() -> Path:
     """The compiled library for these sources, flags, compiler, processor and torch."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
         raise FileNotFoundError("no C++ compiler: g++, clang++ or $CXX")
+    compiler = shlex.split(found)
     root = Path(torch.__file__).parent
     key = hashlib.sha256()
-    for part in (_compiler_version(compiler), *_FLAGS, torch.__version__, str(root), _processor()):
+    for part in (_version(compiler), *_FLAGS, torch.__version__, str(root), _processor()):
         key.update(part.encode())
     for source in sources():
         key.update(source.read_bytes())
@@ -74,21 +86,21 @@ def _library() -> Path:
     return library
 
 
-def _build(compiler: str, root: Path, library: Path) -> None:
+def _build(compiler: list[str], root: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     # Built aside and renamed: processes that build at the same time don't see half a library.
     with tempfile.TemporaryDirectory(dir=library.parent) as aside:
         out = Path(aside) / library.name
         link = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu"]
-        command = [compiler, *_FLAGS, *map(str, sources()), *link, "-o", str(out)]
+        command = [*compiler, *_FLAGS, *map(str, sources()), *link, "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:
-            raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"{compiler[0]} failed: {done.stderr.strip()[-2000:]}")
         os.replace(out, library)
 
 
-def _compiler_version(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
+def _version(compiler: list[str]) -> str:
+    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60)
     return done.stdout
 
 

@@ -57,6 +57,15 @@ def test_one_build_serves_later_processes(tmp_path):
     assert [p.stat().st_mtime_ns for p in (tmp_path / "cache").iterdir()] == [built]
 
 
+def test_a_damaged_build_is_replaced(tmp_path):
+    if not native.available():
+        pytest.skip("no C++ compiler")
+    run(tmp_path)
+    (library,) = (tmp_path / "cache").iterdir()
+    library.write_bytes(b"damaged")
+    assert "True" in run(tmp_path).stdout
+
+
 def test_importing_the_package_builds_nothing(tmp_path):
     environment = {**os.environ, "ENSEMBLAYERS_CACHE": str(tmp_path / "cache")}
     code = "import ensemblayers, sys; print('triton' in sys.modules)"
