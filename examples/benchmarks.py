@@ -155,5 +155,10 @@ def _mnist(root: Path, download: bool) -> list[tuple[Tensor, Tensor]]:
                 f"no MNIST in {root}/MNIST/raw: pass --download, or --data-root with a folder "
                 "that holds it"
             ) from None
+        except (AssertionError, ValueError, EOFError) as error:
+            raise UsageError(
+                f"the MNIST files in {root}/MNIST/raw are damaged ({error or 'wrong header'}): "
+                "remove them, and pass --download"
+            ) from None
         sets.append((data.data.flatten(1), data.targets))
     return sets

@@ -34,7 +34,7 @@ class Options:
     download: bool = False
     """Download a data set that is missing from the data root."""
     out: Path = Path("runs")
-    """Folder for the results: one JSON file a run, and the figure."""
+    """Folder for the results, by benchmark: one JSON file a run, and the figure."""
     tasks: int | None = None
     """Only the first tasks of the benchmark."""
     examples: int | None = None
@@ -54,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"error: no {error.name}: pip install 'ensemblayers[examples]'", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -72,6 +75,8 @@ def compare(options: Options) -> None:
     from .run import check_writable, run, save
     from .settings import settings_for
 
+    if not options.method:
+        raise UsageError(f"--method needs at least one of {', '.join(METHODS)}")
     for name in options.method:
         if name not in METHODS:
             raise UsageError(f"unknown method {name!r}: choose from {', '.join(METHODS)}")
@@ -82,8 +87,10 @@ def compare(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name} must be at least 1, got {value}")
-    if options.seed < 0:
-        raise UsageError(f"--seed must be at least 0, got {options.seed}")
+    if not 0 <= options.seed < 2**63:
+        raise UsageError(f"--seed must be from 0 to 2**63 - 1, got {options.seed}")
+    if options.threads > 1024:
+        raise UsageError(f"--threads must be at most 1024, got {options.threads}")
     try:
         device = torch.device(options.device)
         torch.zeros((), device=device).item()
@@ -95,12 +102,17 @@ def compare(options: Options) -> None:
     check_writable(folder)
 
     benchmark = BENCHMARKS[options.benchmark](options.seed, options.data_root, options.download)
+    if (options.tasks or 0) > benchmark.num_tasks:
+        raise UsageError(
+            f"--tasks must be at most {benchmark.num_tasks} on {benchmark.name}, "
+            f"got {options.tasks}"
+        )
     benchmark = benchmark.shortened(options.tasks, options.examples).to(device)
     console = Console()
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn())
     results = []
     with Progress(*columns, TextColumn("tasks"), TimeElapsedColumn(), console=console) as bars:
-        lines = {name: bars.add_task(name, total=None) for name in options.method}
+        lines = {name: bars.add_task(name, total=None) for name in dict.fromkeys(options.method)}
         for name, line in lines.items():
             settings = settings_for(options.benchmark, name, options.n)
 
@@ -114,7 +126,7 @@ def compare(options: Options) -> None:
     console.print(report.table(results))
     drawing = folder / f"accuracy-seed{options.seed}.png"
     report.figure(results, drawing)
-    console.print(f"Results and figure: {folder}", soft_wrap=True)
+    console.print(f"Results and figure: {folder}", soft_wrap=True, markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -104,3 +104,12 @@ def test_first_task_is_the_same_in_every_version():
 def test_missing_data_says_what_to_do(make, tmp_path):
     with pytest.raises(UsageError, match="--download"):
         make(0, tmp_path, False)
+
+
+def test_damaged_data_says_what_to_do(tmp_path):
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (folder / f"{part}-ubyte").write_bytes(b"0000 damaged")
+    with pytest.raises(UsageError, match="damaged"):
+        rotated_mnist(0, tmp_path, False)

@@ -44,6 +44,10 @@ def test_main_job_leaves_results_and_a_figure(tmp_path, capsys):
         (["--n", "0"], ["--n", "0"]),
         (["--tasks", "0"], ["--tasks", "0"]),
         (["--seed", "-1"], ["--seed", "-1"]),
+        (["--seed", str(2**63)], ["--seed", str(2**63)]),
+        (["--tasks", "21"], ["--tasks", "20", "21"]),
+        (["--threads", "100000"], ["--threads", "100000"]),
+        (["--method"], ["--method", "naive"]),
         (["--device", "meta"], ["--device", "meta"]),
         (["--device", "nonsense"], ["--device", "nonsense"]),
     ],
@@ -59,6 +63,19 @@ def test_an_output_folder_that_cannot_be_written_is_one_line_and_status_2(tmp_pa
     assert main(["--out", str(tmp_path / "file")]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and "--out" in message
+
+
+def test_a_file_name_that_is_taken_by_a_folder_is_one_line_and_status_2(tmp_path, capsys):
+    (tmp_path / "rotated-digits" / "naive-n1-seed0.json").mkdir(parents=True)
+    assert main([*SHORT, "--method", "naive", "--out", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "naive-n1-seed0.json" in message
+
+
+def test_unusual_folder_names_are_printed_as_they_are(tmp_path, capsys):
+    folder = tmp_path / "odd [bold]x[/] [/y]"
+    assert main([*SHORT, "--method", "naive", "--out", str(folder)]) == 0
+    assert str(folder) in capsys.readouterr().out
 
 
 def test_a_failed_save_leaves_no_half_file(tmp_path):
