@@ -28,6 +28,7 @@ class Block:
     moments: dict[str, Tensor] = field(default_factory=dict)  # [n, P] each
     gradients: Tensor | None = None  # [n, P], where several draws accumulate
     gathered: set[int] = field(default_factory=set)  # The parameters that have a part in them.
+    numbers: Tensor | None = None  # What a captured step reads.
     steps: list[int] = field(default_factory=list)  # Updates of each parameter so far.
     versions: list[tuple[int, int]] = field(default_factory=list)  # As this optimizer wrote them.
 

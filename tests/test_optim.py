@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 import ensemblayers as el
+from ensemblayers import _optimizer
 from ensemblayers.ops import mix_next, native
 from ensemblayers.optim import SubspaceAdamW, SubspaceSGD
 
@@ -678,3 +679,35 @@ def test_frozen_vertices_may_be_given_as_parameters():
     opt.add_frozen(net().parameters())
     assert not any(v.requires_grad for v in opt.vertices())
     copy.deepcopy(opt.state_dict())
+
+
+@pytest.mark.parametrize("subspace", [SubspaceSGD, SubspaceAdamW])
+def test_a_captured_step_reads_its_numbers_when_it_is_replayed(subspace, monkeypatch):
+    """A capture and its replays without a device: the same calls in the same order."""
+    kwargs = {"momentum": 0.9} if subspace is SubspaceSGD else {}
+    runs = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = net()
+        opt = subspace(model.parameters(), lr=0.1, n=3, sigma=0.5, **kwargs)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+        for step in range(5):
+            opt.zero_grad()
+            backward(model)
+            if captured and step > 1:
+                opt.prepare()
+                with monkeypatch.context() as patch:
+                    patch.setattr(_optimizer, "_is_capturing", lambda: True)
+                    opt.step()
+            else:
+                opt.step()
+            schedule.step()
+        runs.append([*opt.vertices(), *model.parameters(), opt.alpha])
+    close(*runs, rtol=1e-12, atol=1e-13)
+
+
+def test_a_capture_needs_a_step_and_all_gradients(monkeypatch):
+    opt = SubspaceSGD(net().parameters(), lr=0.1, n=3)
+    monkeypatch.setattr(_optimizer, "_is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="before the capture"):
+        opt.step()

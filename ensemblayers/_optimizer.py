@@ -1,0 +1,679 @@
+"""What the subspace optimizers have in common: all but the update rule.
+
+The model stays a plain module and holds one point of the simplex; the n vertices live in the
+optimizer. A training step is the model's own forward and backward pass and one fused pass over the
+vertices: see :mod:`ensemblayers.ops.mix_next`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ._flat import Block, fsdp_modules, is_sharded, left_behind, local, share
+from ._init import check_sigma
+from ._seed import common_seed, counted_generator, everyones, processes
+from .ops.mix_next import AdamW, Rule, mix_, step_
+from .simplex import check_member, check_n, sample_simplex
+
+_OWN_STATE = ("n", "sigma", "frozen", "_mode", "_fixed", "_drawn", "_blocks")
+_OWN_STATE += ("_seed", "_draws", "_fills", "_batch", "_points", "_processes", "_left_out")
+_BATCH = 64  # Points that are drawn at a time.
+_FIRST_FILL = 2**40  # The first count of the vertices' noise, past those of the points.
+
+
+class SubspaceOptimizer(torch.optim.Optimizer):
+    _apart = False  # Whether the ranks hold different parameters so far.
+    _in_use = False  # Whether gradients have come.
+    _modules: Sequence[nn.Module] = ()  # Those under FSDP.
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        n: int,
+        sigma: float,
+        generator: torch.Generator | None,
+    ) -> None:
+        check_n(n)
+        check_sigma(sigma)
+        self.n, self.sigma = n, sigma
+        self.frozen = 0
+        self._mode = "train"
+        self._fixed: Tensor | None = None
+        self._seed = common_seed(generator)
+        self._processes = processes()
+        self._draws = self._fills = 0
+        self._batch = (-1, 0, 0)
+        self._blocks: list[Block] = []
+        self._left_out: list[Tensor] = []  # Frozen parameters: they stay as they are.
+        super().__init__(params, defaults)
+        self._draw()
+        self._write()
+        self._compare()
+
+    # ------------------------------------------------------------------------------ what users call
+
+    @property
+    def alpha(self) -> Tensor:
+        """The weights ``[n + frozen]`` of the point that the model holds."""
+        if self._fixed is not None:
+            return self._fixed
+        return self._drawn if self._mode == "train" else self._midpoint()
+
+    def train(self) -> None:
+        """Put the drawn point into the model, to train it.
+
+        Raises:
+            RuntimeError: something else wrote to the parameters.
+        """
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Put the midpoint into the model, to evaluate or save it.
+
+        Raises:
+            RuntimeError: something else wrote to the parameters.
+        """
+        self._switch("eval")
+
+    def set_point(self, alpha: Tensor | Sequence[float] | None = None) -> None:
+        """Put a point of one's own into the model and keep it there, or release it with None.
+
+        It holds in both modes. In training, steps share the gradient out by its weights.
+
+        Args:
+            alpha: ``[n]``, or ``[n + frozen]``.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if alpha is not None:
+            alpha = torch.as_tensor(alpha, dtype=self._drawn.dtype).detach().cpu()
+            if alpha.shape == (self.n,):
+                alpha = torch.cat([alpha, alpha.new_zeros(self.frozen)])
+            if alpha.shape != (self.n + self.frozen,):
+                raise ValueError(
+                    f"expected alpha of shape [{self.n}] or [{self.n + self.frozen}], "
+                    f"got {list(alpha.shape)}"
+                )
+        self._check_untouched()
+        self._fixed = alpha
+        self._write()
+
+    def vertices(self) -> list[Tensor]:
+        """The vertices of each parameter, ``[n, *shape]`` each, as views of the optimizer's own."""
+        return [self.state[p]["vertices"][: self.n] for p in self._parameters()]
+
+    def export(self, i: int) -> list[Tensor]:
+        """Copies of vertex i, a tensor a parameter, in the order of the parameters.
+
+        Raises:
+            ValueError: no such vertex.
+        """
+        i = check_member(i, self.n)
+        return [
+            v[i].to(p.dtype, copy=True)
+            for v, p in zip(self.vertices(), self._parameters(), strict=True)
+        ]
+
+    @torch.no_grad()
+    def add_frozen(self, tensors: Iterable[Tensor]) -> None:
+        """Add a vertex that takes part in the points, and is not trained.
+
+        Args:
+            tensors: one a parameter, in the order of the parameters and of their shapes.
+
+        Raises:
+            ValueError: another number of tensors, or another shape.
+        """
+        tensors = list(tensors)
+        shapes = [tuple(p.shape) for p in self._parameters()]
+        if [tuple(t.shape) for t in tensors] != shapes:
+            raise ValueError(
+                f"expected {len(shapes)} tensors of the parameters' shapes {shapes}, "
+                f"got {[tuple(t.shape) for t in tensors]}"
+            )
+        given = dict(zip(self._parameters(), tensors, strict=True))
+        for block in self._blocks:
+            row = torch.empty_like(block.vertices[:1])
+            for k, p in enumerate(block.params):
+                block.view(row, k)[0].copy_(share(given[p], p))
+            block.set_rows([*block.vertices, row[0]])
+        self._set_frozen(self.frozen + 1)
+
+    def clear_frozen(self) -> None:
+        """Remove the frozen vertices."""
+        for block in self._blocks:
+            block.set_rows(block.vertices[: self.n])
+        self._set_frozen(0)
+
+    @torch.no_grad()
+    def restart(self, sigma: float | None = None, *, first: bool = True) -> None:
+        """Place new vertices around what the parameters hold, and forget momentum and steps.
+
+        Args:
+            sigma: standard deviation of the vertices, by default that of the construction.
+            first: whether vertex 0 is the parameters themselves; else it is perturbed too.
+        """
+        for block in self._blocks:
+            block.find()
+            self._fill(block, self.sigma if sigma is None else sigma, first)
+        self.forget()
+        self._write()
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Forget momentum, steps and accumulated gradients; keep the vertices and the point."""
+        for block in self._blocks:
+            for moment in block.moments.values():
+                moment.zero_()
+            block.steps = [0] * len(block.steps)
+            block.gradients, block.gathered = None, set()
+
+    def accumulate(self) -> None:
+        """Keep the present gradients for the next step, and draw a new point.
+
+        For a step over several points: backward passes with ``accumulate()`` between them, then
+        ``step()``. Costs n gradients; passes at one and the same point need no call. Not for a
+        GradScaler, which unscales the last gradients only.
+        """
+        self._check_train()
+        self._meet()
+        self._apart = False
+        for block in self._blocks:
+            self._collect(block, self.alpha[: self.n])
+        if self._fixed is None:
+            self._draw()
+        self._write()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the norm of all vertices' gradients together; return what it was.
+
+        It is ``|alpha| |G|``, or that of the gradients of several draws (:meth:`accumulate`).
+
+        ``torch.nn.utils.clip_grad_norm_`` on the model's parameters clips ``|G|`` instead.
+
+        Raises:
+            RuntimeError: gradients of several draws under FSDP.
+        """
+        if any(block.gradients is not None for block in self._blocks):
+            return self._clip_accumulated(max_norm)
+        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        if is_sharded(norm):
+            norm = norm.full_tensor()
+        norm = norm * self.alpha[: self.n].norm().to(norm.device)
+        nn.utils.clip_grads_with_norm_(self._parameters(), max_norm, norm)
+        return norm
+
+    def prepare(self) -> None:
+        """Draw and count for one replay of a CUDA graph that captured a :meth:`step`.
+
+        A captured step reads its numbers (learning rate, step, both points) from the device, where
+        this writes them. Take a few steps first, then capture forward, backward and ``step()`` with
+        gradients of all parameters, then repeat ``opt.prepare(); graph.replay()``. Momentum, betas
+        and weight decay are captured as they were. Capture anew after ``add_frozen``,
+        ``clear_frozen`` and ``load_state_dict``.
+        """
+        self._check_train()
+        alpha = self.alpha[: self.n]
+        if self._fixed is None:
+            self._draw()
+        for block in self._blocks:
+            block.steps = [steps + 1 for steps in block.steps]
+            head = torch.tensor([float(block.group["lr"]), block.steps[0]], dtype=torch.float64)
+            numbers = torch.cat([head, alpha.double(), self.alpha.double()])
+            if block.vertices.is_cuda:
+                numbers = numbers.pin_memory()
+            self._numbers(block).copy_(numbers, non_blocking=True)
+        self._written = self.alpha
+
+    def follow(self, model: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        """Switch by itself: before each forward pass of a model, take over the model's mode.
+
+        With this, ``model.train()`` and ``model.eval()`` are enough where a wrapper hides the
+        optimizer's. Save the weights after an evaluation or ``opt.eval()``.
+        """
+
+        def switch(module: nn.Module, args: Any) -> None:
+            mode = "train" if module.training else "eval"
+            if mode != self._mode:
+                self._switch(mode)
+
+        return model.register_forward_pre_hook(switch)
+
+    # --------------------------------------------------------------------- torch.optim's own calls
+
+    @torch.no_grad()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        alike: dict[tuple, list[Tensor]] = {}
+        self._left_out += [p for p in group["params"] if not p.requires_grad]
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            alike.setdefault((p.device, p.dtype, is_sharded(p)), []).append(p)
+        if self.frozen:
+            raise ValueError("can't add parameters beside frozen vertices: clear_frozen() first")
+        self._find_modules(group["params"])
+        for params in alike.values():
+            block = Block.of(group, params, self.n, self._moment_names(group))
+            self._fill(block, self.sigma, first=True)
+            self._blocks.append(block)
+        self._publish()
+        if hasattr(self, "_drawn"):
+            self._write()
+            self._compare()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the vertices, draw the next point and write it into the model.
+
+        Args:
+            closure: evaluates the model anew and returns the loss.
+
+        Raises:
+            RuntimeError: the midpoint is in the model (after ``eval()``), a sparse gradient,
+                parameters that were changed by something else since the last step, or an optimizer
+                that is older than ``fully_shard`` or ``init_process_group``.
+        """
+        self._check_train()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if _is_capturing():
+            self._step_captured()
+            return loss
+        self._meet()
+        self._apart = False
+        self._check_in_use()
+        if any(p.grad is not None for p in self._left_out):
+            raise RuntimeError(
+                "a parameter that was frozen when the optimizer was built has a gradient: build "
+                "the optimizer after unfreezing it"
+            )
+        alpha = self.alpha[: self.n] if self.frozen else self.alpha
+        self._check_untouched()
+        if self._fixed is None:
+            self._draw()
+        for block in self._blocks:
+            if block.gradients is None:
+                self._step(block, alpha, self.alpha)
+            else:
+                self._step_accumulated(block, alpha)
+        self._record()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, those of several draws (:meth:`accumulate`) too."""
+        super().zero_grad(set_to_none)
+        for block in self._blocks:
+            block.gradients, block.gathered = None, set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The vertices and moments of each parameter, and the state of the draws.
+
+        Under FSDP the former are DTensors, as torch's own optimizers have them.
+
+        Raises:
+            RuntimeError: between ``accumulate()`` and ``step()``.
+        """
+        if any(block.gradients is not None for block in self._blocks):
+            raise RuntimeError("gradients of several draws can't be saved: call step() first")
+        return {
+            **super().state_dict(),
+            "subspace": {
+                "kind": type(self).__name__,
+                "n": self.n,
+                "frozen": self.frozen,
+                "mode": self._mode,
+                "fixed": self._fixed,
+                "drawn": self._drawn,
+                "seed": self._seed,
+                "draws": self._draws,
+                "fills": self._fills,
+                "steps": [block.steps for block in self._blocks],
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, and write the point in force into the model.
+
+        The mode stays the optimizer's own: a state saved after ``eval()`` goes on in training.
+
+        Raises:
+            ValueError: the state of another number of vertices, of another optimizer, or of other
+                shards than this process has.
+        """
+        own = state_dict.get("subspace")
+        wanted = (type(self).__name__, self.n)
+        if own is None or (own["kind"], own["n"]) != wanted:
+            found = "none" if own is None else f"that of {own['kind']} with n={own['n']}"
+            raise ValueError(f"expected the state of {wanted[0]} with n={self.n}, got {found}")
+        given = [state for _, state in sorted(state_dict["state"].items())]
+        self._check_shapes(given, self.n + own["frozen"])
+        # Not the values: torch would cast float32 vertices to the dtype of the parameters.
+        super().load_state_dict({**state_dict, "state": {}})
+        for block in self._blocks:
+            # As many rows as were saved; their values follow.
+            spare = block.vertices[:1].expand(own["frozen"], -1)
+            block.set_rows([*block.vertices[: self.n], *spare])
+        self.frozen = own["frozen"]
+        self._rebind_groups()
+        self._publish()
+        for block in self._blocks:
+            self._moments(block)
+        for p, state in zip(self._parameters(), given, strict=True):
+            for name, value in state.items():
+                local(self.state[p][name]).copy_(local(value))
+        self._fixed, self._drawn = own["fixed"], own["drawn"]
+        self._seed, self._draws, self._fills = own["seed"], own["draws"], own["fills"]
+        self._processes, self._apart = processes(), False
+        for block, steps in zip(self._blocks, own["steps"], strict=True):
+            block.steps = list(steps)
+            block.gradients, block.gathered = None, set()
+        self._write()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name in _OWN_STATE}
+        return {**super().__getstate__(), **own}
+
+    @torch.no_grad()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Copies of parameters don't share memory with copies of their aliases.
+        for block in self._blocks:
+            block.shards = [local(p.detach()) for p in block.params]
+        self._rebind_groups()
+        self._publish()
+        self._write()
+
+    def _check_shapes(self, given: list[dict[str, Tensor]], rows: int) -> None:
+        """Raise a ValueError unless a saved state fits the parameters."""
+        shapes = [(rows, *local(p).shape) for p in self._parameters()]
+        found = [tuple(local(state["vertices"]).shape) for state in given]
+        if shapes != found:
+            of_shards = any(block.sharded for block in self._blocks)
+            raise ValueError(
+                f"expected vertices of shapes {shapes}, got {found}"
+                + (": were they saved by another number of processes?" if of_shards else "")
+            )
+
+    # -------------------------------------------------------------------------------------- inside
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        """A group's update rule for parameters at their step, counted from 1."""
+        raise NotImplementedError
+
+    def _moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The names of what a group's rule keeps of each vertex."""
+        raise NotImplementedError
+
+    def _parameters(self) -> list[Tensor]:
+        """The parameters that have vertices, in the order of the groups."""
+        return [p for group in self.param_groups for p in group["params"] if p in self.state]
+
+    def _fill(self, block: Block, sigma: float, first: bool) -> None:
+        """Place the vertices around what the parameters hold."""
+        for k, p in enumerate(block.params):
+            rows = block.view(block.vertices, k)[: self.n]
+            rows.copy_(block.shards[k])
+            self._fills += 1
+            generator = counted_generator(self._seed, _FIRST_FILL + self._fills)
+            for row in rows[1:] if first else rows:
+                # The whole parameter's, so that a shard starts as its part of one process's.
+                noise = torch.randn(p.shape, dtype=row.dtype, generator=generator).to(row.device)
+                row.mul_(share(noise, p).mul_(sigma).add_(1))
+
+    def _publish(self) -> None:
+        """Show the buffers as the parameters' state."""
+        for block in self._blocks:
+            for k, p in enumerate(block.params):
+                state = self.state[p]
+                state["vertices"] = block.shown(block.vertices, k)
+                for name, moment in block.moments.items():
+                    state[name] = block.shown(moment, k)
+
+    def _rebind_groups(self) -> None:
+        """Find the groups again after torch replaced them."""
+        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        for block in self._blocks:
+            block.group = group_of[block.params[0]]
+
+    def _set_frozen(self, frozen: int) -> None:
+        self.frozen = frozen
+        self._fixed = None
+        self._publish()
+        self._draw()
+        self._write()
+
+    def _draw(self) -> None:
+        """Draw the next point: a function of the seed and the count, the same on every rank."""
+        self._draws += 1
+        batch, at = divmod(self._draws, _BATCH)
+        rows = self.n + self.frozen
+        if (batch, rows, self._seed) != self._batch:
+            # Many at a time: a draw alone would cost as much as all else that is done in Python.
+            self._batch = (batch, rows, self._seed)
+            double = any(block.vertices.dtype == torch.float64 for block in self._blocks)
+            dtype = torch.float64 if double else torch.float32
+            generator = counted_generator(self._seed, batch)
+            self._points = sample_simplex(rows, _BATCH, dtype=dtype, generator=generator).unbind(0)
+        self._drawn = self._points[at]
+
+    def _switch(self, mode: str) -> None:
+        self._meet()
+        self._check_untouched()
+        self._mode = mode
+        self._write()
+
+    def _midpoint(self) -> Tensor:
+        alpha = torch.zeros_like(self._drawn)
+        alpha[: self.n] = 1 / self.n
+        return alpha
+
+    def _write(self) -> None:
+        """Write the point in force into the parameters."""
+        self._meet()
+        for block in self._blocks:
+            block.find()
+            mix_(block.vertices, self.alpha, block.shards, block.columns)
+        self._record()
+
+    def _record(self) -> None:
+        """Remember what the parameters hold."""
+        self._written = self.alpha
+        for block in self._blocks:
+            # The kernels write past autograd's counters, which guard saved tensors.
+            torch.autograd.graph.increment_version(block.shards)
+            block.versions = block.now()
+        for module in self._modules:
+            # A root module keeps its gathered parameters after a forward pass without a backward.
+            module.reshard()
+
+    def _find_modules(self, params: list[Tensor]) -> None:
+        """Find the modules under FSDP that have some of these parameters."""
+        for module in fsdp_modules() if processes() else ():
+            own = {id(p) for p in module.parameters()}.intersection(map(id, params))
+            if own:
+                module.reshard()
+                if not own <= {id(p) for p in module.parameters()}:
+                    raise ValueError(
+                        "expected the sharded parameters, got gathered ones: after a forward pass, "
+                        "call model.reshard() before model.parameters()"
+                    )
+                self._modules = [*self._modules, module]
+
+    def _compare(self) -> None:
+        """Find out whether ranks hold different parameters: wrapping may give them rank 0's."""
+        whole = [b for b in self._blocks if not is_sharded(b.params[0])]
+        own = [(b.vertices.shape, float(b.vertices[0].sum(dtype=torch.float64))) for b in whole]
+        self._apart = bool(own) and any(other != own for other in everyones(own))
+
+    def _meet(self) -> None:
+        """Take over rank 0's vertices, where ranks that differed were given its parameters.
+
+        DistributedDataParallel does so at wrapping; without it the ranks stay apart, and that is
+        so from the first step on.
+        """
+        if not self._apart:
+            return
+        changed = everyones(not all(map(self._is_untouched, self._blocks)))
+        self._apart = not any(changed)
+        if any(changed[1:]) and not changed[0]:
+            for block in self._blocks:
+                if not is_sharded(block.params[0]):
+                    rows = block.vertices.contiguous()
+                    dist.broadcast(rows, src=0)
+                    block.vertices.copy_(rows)
+            self._write()
+
+    def _check_train(self) -> None:
+        if self._mode != "train":
+            raise RuntimeError(
+                "the model holds the midpoint, not the point that was drawn: call train() on the "
+                "optimizer (or follow(model) once) before the forward pass of a step"
+            )
+
+    def _check_untouched(self) -> None:
+        """Raise where something else wrote to the parameters: the step would undo it."""
+        if not all(map(self._is_untouched, self._blocks)):
+            raise RuntimeError(
+                "the parameters were changed since the last step (weights loaded into the "
+                "model?), and the step would undo it: call restart() to place the vertices "
+                "around them, or load the optimizer's state too"
+            )
+
+    def _is_untouched(self, block: Block) -> bool:
+        """Whether the parameters hold what was written into them."""
+        if block.now() == block.versions:
+            return True
+        block.find()
+        held = [torch.empty_like(p) for p in block.shards]
+        # Weights saved at another point of these vertices are no loss either.
+        for alpha in (self._written, self._drawn, self._midpoint()):
+            mix_(block.vertices, alpha, held, block.columns)
+            if all(map(torch.equal, held, block.shards)):
+                return True
+        return False
+
+    def _check_in_use(self) -> None:
+        """Raise where the optimizer was built too early for torch.distributed."""
+        if not processes():
+            return
+        if processes() > max(self._processes, 1):
+            raise RuntimeError(
+                "the optimizer was built before init_process_group, and the ranks did not agree on "
+                "a seed: build it afterwards, or load its state on every rank"
+            )
+        params = self._parameters()
+        if self._in_use and any(p.grad is not None for p in params):
+            return
+        idle = [p for p in params if p.grad is None and not is_sharded(p)]
+        if idle and not any(b.gathered for b in self._blocks) and left_behind(idle):
+            raise RuntimeError(
+                "the optimizer was built before fully_shard, which replaced the model's "
+                "parameters: build it from model.parameters() after fully_shard"
+            )
+        self._in_use = len(idle) < len(params)
+
+    def _step(self, block: Block, alpha: Tensor, target: Tensor) -> None:
+        grads = block.gradients_now()
+        moments = self._moments(block)
+        # One call, unless some parameters miss steps for want of a gradient.
+        parts: dict[int | None, list[int]] = {}
+        for k, g in enumerate(grads):
+            parts.setdefault(None if g is None else block.steps[k], []).append(k)
+        for steps, which in parts.items():
+            params, columns = block.select(which)
+            if steps is None:
+                mix_(block.vertices, target, params, columns)
+                continue
+            own = [grads[k] for k in which]
+            rule = self._rule(block.group, steps + 1)
+            step_(rule, block.vertices, moments, params, own, columns, alpha, target)
+            for k in which:
+                block.steps[k] += 1
+
+    def _step_captured(self) -> None:
+        """The step's kernels alone, with numbers that :meth:`prepare` writes."""
+        for block in self._blocks:
+            grads = block.gradients_now()
+            if any(g is None for g in grads) or 0 in block.steps:
+                raise RuntimeError(
+                    "expected gradients of all parameters and a step before the capture"
+                )
+            lr, step, alpha, target = self._numbers(block).split(
+                [1, 1, self.n, self.n + self.frozen]
+            )
+            rule = self._rule(block.group, step=2)  # Any but the first.
+            rule.lr = lr
+            if isinstance(rule, AdamW):
+                rule.step = step
+            moments = self._moments(block)
+            step_(rule, block.vertices, moments, block.shards, grads, block.columns, alpha, target)
+
+    def _numbers(self, block: Block) -> Tensor:
+        """Where a captured step of a block reads its numbers: ``[2 + n + n + frozen]``."""
+        size = 2 + 2 * self.n + self.frozen
+        if block.numbers is None or len(block.numbers) != size:
+            like = {"dtype": torch.float64, "device": block.vertices.device}
+            block.numbers = torch.empty(size, **like)
+        return block.numbers
+
+    def _collect(self, block: Block, alpha: Tensor) -> None:
+        """Move the present gradients, alpha_i times each, to the n that accumulate."""
+        if block.gradients is None:
+            block.gradients = torch.zeros_like(block.vertices[: self.n])
+        alpha = alpha.to(block.vertices)
+        for k, g in enumerate(block.gradients_now()):
+            if g is not None:
+                block.gathered.add(k)
+                shares = alpha.view(-1, *(1,) * g.dim()) * g.to(alpha.dtype)
+                block.view(block.gradients, k).add_(shares)
+                block.params[k].grad = None
+
+    def _clip_accumulated(self, max_norm: float) -> Tensor:
+        if any(block.sharded for block in self._blocks):
+            raise RuntimeError("gradients of several draws can't be clipped under FSDP")
+        for block in self._blocks:
+            self._collect(block, self.alpha[: self.n])
+        gradients = [block.gradients for block in self._blocks]
+        norm = nn.utils.get_total_norm(gradients)
+        for g in gradients:
+            # torch's own rule.
+            g.mul_((max_norm / (norm.to(g.device) + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _step_accumulated(self, block: Block, alpha: Tensor) -> None:
+        """The general path: n gradients of their own."""
+        self._collect(block, alpha)
+        buffers = self._moments(block)
+        for k in sorted(block.gathered):
+            block.steps[k] += 1
+            rule = self._rule(block.group, block.steps[k])
+            moments = tuple(block.view(m, k) for m in buffers)
+            own = block.view(block.gradients, k)
+            rule.apply(block.view(block.vertices, k)[: self.n], moments, own)
+        block.gradients, block.gathered = None, set()
+        mix_(block.vertices, self.alpha, block.shards, block.columns)
+
+    def _moments(self, block: Block) -> tuple[Tensor, ...]:
+        """What the rule of a block's group keeps: momentum may have been switched on or off."""
+        names = self._moment_names(block.group)
+        if missing := [name for name in names if name not in block.moments]:
+            block.add_moments(missing, self.n)
+            block.steps = [0] * len(block.steps)
+            self._publish()
+        return tuple(block.moments[name] for name in names)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
