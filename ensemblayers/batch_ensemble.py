@@ -227,6 +227,7 @@ class BatchEnsemble(PlainKeys):
 
     Args:
         module: a model with BatchEnsemble layers, all of one n.
+        n: that number of members, where it is to be checked.
         train: what each member sees in training. ``"split"``: the batch is divided, rows
             i * B / n to (i + 1) * B / n go through member i, and the outputs keep the order of the
             rows. ``"repeat"``: every member sees the whole batch.
@@ -248,11 +249,19 @@ class BatchEnsemble(PlainKeys):
     (torch.Size([12, 2]), torch.Size([4, 12, 2]))
     """
 
-    def __init__(self, module: nn.Module, *, train: Literal["split", "repeat"] = "split") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        n: int | None = None,
+        train: Literal["split", "repeat"] = "split",
+    ) -> None:
         super().__init__(module)
         if train not in ("split", "repeat"):
             raise ValueError(f"expected train to be split or repeat, got train={train!r}")
         self.n = batch_ensemble_size(module)
+        if n not in (None, self.n):
+            raise ValueError(f"expected layers of n={n} members, got n={self.n}")
         self.train_fold = train
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -347,3 +347,10 @@ def test_compile():
     for mode in (True, False):
         model.train(mode)
         torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_the_wrapper_checks_the_number_of_members():
+    layer = el.BatchEnsembleLinear(3, 2, n=4)
+    assert el.BatchEnsemble(layer, n=4).n == 4
+    with pytest.raises(ValueError, match="n=3 members, got n=4"):
+        el.BatchEnsemble(layer, n=3)
