@@ -1,15 +1,13 @@
 """The flat buffers of an optimizer: many parameters as ranges of columns of one matrix."""
 
 import contextlib
-import gc
 import mmap
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass
@@ -221,28 +219,6 @@ def share(tensor: Tensor, p: Tensor) -> Tensor:
 
     # Every process has the whole: nothing to send.
     return local(distribute_tensor(tensor, p.device_mesh, p.placements, src_data_rank=None))
-
-
-def fsdp_modules() -> list[nn.Module]:
-    """The modules alive in this process to which ``fully_shard`` was applied."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [] if kind is None else [m for m in gc.get_objects() if issubclass(type(m), kind)]
-
-
-def left_behind(params: Iterable[Tensor]) -> bool:
-    """Whether ``fully_shard`` put others in the place of some of these parameters.
-
-    No module has those any more, and a module under FSDP has one of the same shape. Slow: walks
-    all objects of the process.
-    """
-    shapes = {p.shape for m in fsdp_modules() for p in m.parameters() if is_sharded(p)}
-    held = {
-        id(p)
-        for m in (gc.get_objects() if shapes else ())
-        if issubclass(type(m), nn.Module)
-        for p in m.__dict__.get("_parameters", {}).values()
-    }
-    return any(p.shape in shapes and id(p) not in held for p in params)
 
 
 def _beside_rows(placement: Any) -> Any:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._flat import Block, fsdp_modules, is_sharded, left_behind, local, share
+from ._flat import Block, is_sharded, local, share
 from ._init import check_sigma
-from ._seed import common_seed, counted_generator, everyones, processes
+from ._ranks import Ranks
+from ._seed import common_seed, counted_generator, processes
 from .ops.mix_next import AdamW, Rule, mix_, step_
 from .simplex import check_member, check_n, sample_simplex
 
@@ -24,11 +24,7 @@ _BATCH = 64  # Points that are drawn at a time.
 _FIRST_FILL = 2**40  # The first count of the vertices' noise, past those of the points.
 
 
-class SubspaceOptimizer(torch.optim.Optimizer):
-    _apart = False  # Whether the ranks hold different parameters so far.
-    _in_use = False  # Whether gradients have come.
-    _modules: Sequence[nn.Module] = ()  # Those under FSDP.
-
+class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
@@ -494,46 +490,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             # The kernels write past autograd's counters, which guard saved tensors.
             torch.autograd.graph.increment_version(block.shards)
             block.versions = block.now()
-        for module in self._modules:
-            # A root module keeps its gathered parameters after a forward pass without a backward.
-            module.reshard()
-
-    def _find_modules(self, params: list[Tensor]) -> None:
-        """Find the modules under FSDP that have some of these parameters."""
-        for module in fsdp_modules() if processes() else ():
-            own = {id(p) for p in module.parameters()}.intersection(map(id, params))
-            if own:
-                module.reshard()
-                if not own <= {id(p) for p in module.parameters()}:
-                    raise ValueError(
-                        "expected the sharded parameters, got gathered ones: after a forward pass, "
-                        "call model.reshard() before model.parameters()"
-                    )
-                self._modules = [*self._modules, module]
-
-    def _compare(self) -> None:
-        """Find out whether ranks hold different parameters: wrapping may give them rank 0's."""
-        whole = [b for b in self._blocks if not is_sharded(b.params[0])]
-        own = [(b.vertices.shape, float(b.vertices[0].sum(dtype=torch.float64))) for b in whole]
-        self._apart = bool(own) and any(other != own for other in everyones(own))
-
-    def _meet(self) -> None:
-        """Take over rank 0's vertices, where ranks that differed were given its parameters.
-
-        DistributedDataParallel does so at wrapping; without it the ranks stay apart, and that is
-        so from the first step on.
-        """
-        if not self._apart:
-            return
-        changed = everyones(not all(map(self._is_untouched, self._blocks)))
-        self._apart = not any(changed)
-        if any(changed[1:]) and not changed[0]:
-            for block in self._blocks:
-                if not is_sharded(block.params[0]):
-                    rows = block.vertices.contiguous()
-                    dist.broadcast(rows, src=0)
-                    block.vertices.copy_(rows)
-            self._write()
+        self._reshard()
 
     def _check_train(self) -> None:
         if self._mode != "train":
@@ -563,26 +520,6 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             if all(map(torch.equal, held, block.shards)):
                 return True
         return False
-
-    def _check_in_use(self) -> None:
-        """Raise where the optimizer was built too early for torch.distributed."""
-        if not processes():
-            return
-        if processes() > max(self._processes, 1):
-            raise RuntimeError(
-                "the optimizer was built before init_process_group, and the ranks did not agree on "
-                "a seed: build it afterwards, or load its state on every rank"
-            )
-        params = self._parameters()
-        if self._in_use and any(p.grad is not None for p in params):
-            return
-        idle = [p for p in params if p.grad is None and not is_sharded(p)]
-        if idle and not any(b.gathered for b in self._blocks) and left_behind(idle):
-            raise RuntimeError(
-                "the optimizer was built before fully_shard, which replaced the model's "
-                "parameters: build it from model.parameters() after fully_shard"
-            )
-        self._in_use = len(idle) < len(params)
 
     def _step(self, block: Block, alpha: Tensor, target: Tensor) -> None:
         grads = block.gradients_now()
