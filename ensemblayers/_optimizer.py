@@ -328,7 +328,6 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
                 "kind": type(self).__name__,
                 "n": self.n,
                 "frozen": self.frozen,
-                "mode": self._mode,
                 "fixed": self._fixed,
                 "drawn": self._drawn,
                 "seed": self._seed,
@@ -353,8 +352,7 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         if own is None or (own["kind"], own["n"]) != wanted:
             found = "none" if own is None else f"that of {own['kind']} with n={own['n']}"
             raise ValueError(f"expected the state of {wanted[0]} with n={self.n}, got {found}")
-        given = [state for _, state in sorted(state_dict["state"].items())]
-        self._check_shapes(given, self.n + own["frozen"])
+        given = self._match(state_dict, self.n + own["frozen"])
         # Not the values: torch would cast float32 vertices to the dtype of the parameters.
         super().load_state_dict({**state_dict, "state": {}})
         for block in self._blocks:
@@ -363,10 +361,13 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
             block.set_rows([*block.vertices[: self.n], *spare])
         self.frozen = own["frozen"]
         self._rebind_groups()
-        self._publish()
         for block in self._blocks:
-            self._moments(block)
-        for p, state in zip(self._parameters(), given, strict=True):
+            # What was saved, whatever this optimizer's own groups kept so far.
+            block.moments = {}
+            block.add_moments([k for k in given[block.params[0]] if k != "vertices"], self.n)
+        self.state.clear()
+        self._publish()
+        for p, state in given.items():
             for name, value in state.items():
                 local(self.state[p][name]).copy_(local(value))
         self._fixed, self._drawn = own["fixed"], own["drawn"]
@@ -391,16 +392,20 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         self._publish()
         self._write()
 
-    def _check_shapes(self, given: list[dict[str, Tensor]], rows: int) -> None:
-        """Raise a ValueError unless a saved state fits the parameters."""
-        shapes = [(rows, *local(p).shape) for p in self._parameters()]
-        found = [tuple(local(state["vertices"]).shape) for state in given]
+    def _match(self, state_dict: dict[str, Any], rows: int) -> dict[Tensor, dict[str, Tensor]]:
+        """The saved state of each parameter; a ValueError unless it fits the parameters."""
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        states = [state_dict["state"].get(i) for i in saved]
+        shapes = [(rows, *local(p).shape) if p in self.state else None for p in params]
+        found = [None if s is None else tuple(local(s["vertices"]).shape) for s in states]
         if shapes != found:
             of_shards = any(block.sharded for block in self._blocks)
             raise ValueError(
-                f"expected vertices of shapes {shapes}, got {found}"
+                f"expected vertices of shapes {shapes} (None for frozen parameters), got {found}"
                 + (": were they saved by another number of processes?" if of_shards else "")
             )
+        return {p: s for p, s in zip(params, states, strict=True) if s is not None}
 
     # -------------------------------------------------------------------------------------- inside
 

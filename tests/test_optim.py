@@ -659,6 +659,40 @@ def test_a_state_with_momentum_loads_into_an_optimizer_without():
     close(other.parameters(), model.parameters(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("built", [0.0, 0.9])
+def test_a_state_brings_just_the_moments_that_were_saved(built):
+    """Momentum that was switched off before saving, into an optimizer with one of its own."""
+    model, other = net(), net()
+    opt = SubspaceSGD(model.parameters(), lr=0.05, n=2, sigma=0.5)
+    again = SubspaceSGD(other.parameters(), lr=0.05, n=2, sigma=0.5, momentum=built)
+    for m, o in ((model, opt), (other, again)):
+        backward(m)
+        o.step()
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for m, o in ((model, opt), (other, again)):
+        torch.manual_seed(3)
+        o.param_groups[0].update(momentum=0.9, dampening=0.5)
+        for _ in range(2):
+            o.zero_grad()
+            backward(m)
+            o.step()
+        o.param_groups[0]["momentum"] = 0.0
+    close(other.parameters(), model.parameters(), rtol=0, atol=0)
+    third = SubspaceSGD(net().parameters(), lr=0.05, n=2)
+    third.load_state_dict(copy.deepcopy(opt.state_dict()))
+    close(third.vertices(), opt.vertices(), rtol=0, atol=0)
+
+
+def test_a_state_of_other_frozen_parameters_is_an_error():
+    def build(frozen):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[frozen].requires_grad_(False)
+        return SubspaceSGD(model.parameters(), lr=0.1, n=2)
+
+    with pytest.raises(ValueError, match="frozen"):
+        build(0).load_state_dict(build(1).state_dict())
+
+
 def test_a_state_that_does_not_fit_changes_nothing():
     opt = SubspaceSGD(net().parameters(), lr=0.1, n=3)
     before = [v.clone() for v in opt.vertices()]
