@@ -3,14 +3,14 @@
 ``n`` is the number of members, ``B`` a batch, ``in`` and ``out`` features or channels.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+
+from . import ops
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -26,6 +26,7 @@ def mix(stacked: Tensor, alpha: Tensor) -> Tensor:
         - alpha: ``[n]`` or ``[B, n]``
         - Output: ``[*shape]`` or ``[B, *shape]``, in the dtype of ``stacked``.
 
+    >>> import torch
     >>> mix(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 0.5]))
     tensor([2., 3.])
     """
@@ -34,18 +35,7 @@ def mix(stacked: Tensor, alpha: Tensor) -> Tensor:
             f"expected {stacked.shape[0]} weights for stacked {list(stacked.shape)}, "
             f"got alpha {list(alpha.shape)}"
         )
-    dtype = torch.promote_types(alpha.dtype, stacked.dtype)
-    # As mm, not torch.mv, whose gradient comes back transposed and costs 3 to 5 times as much.
-    rows = alpha.reshape(-1, alpha.shape[-1]).to(dtype)
-    with _no_autocast(stacked.device.type):
-        mixed = rows @ stacked.reshape(stacked.shape[0], -1).to(dtype)
-    return mixed.to(stacked.dtype).view(alpha.shape[:-1] + stacked.shape[1:])
-
-
-def _no_autocast(device: str) -> contextlib.AbstractContextManager:
-    if device != "meta" and torch.is_autocast_enabled(device):  # No autocast on meta.
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+    return ops.mix.mix(stacked, alpha)
 
 
 def subspace_linear(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tensor) -> Tensor:
@@ -59,14 +49,18 @@ def subspace_linear(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tenso
 
     Source: Wortsman et al. 2021, https://arxiv.org/abs/2102.10472
 
+    >>> import torch
     >>> x, weight, bias = torch.ones(2, 3), torch.ones(2, 4, 3), torch.zeros(2, 4)
     >>> subspace_linear(x, weight, bias, torch.tensor([0.5, 0.5]))
     tensor([[3., 3., 3., 3.],
             [3., 3., 3., 3.]])
     """
+    if alpha.dim() == 2:
+        check_points(x, alpha)
+    if ops.subspace_linear.takes(x, weight, bias, alpha):
+        return ops.subspace_linear.subspace_linear(x, weight, bias, alpha)
     if alpha.dim() == 1:
         return F.linear(x, mix(weight, alpha), None if bias is None else mix(bias, alpha))
-    check_points(x, alpha)
     # sum_i alpha_bi W_i x_b is one product over n * in features: no weight set per example.
     scaled = x.unsqueeze(-2) * _align(alpha, x.dim() + 1, at=-2)
     y = F.linear(scaled.to(x.dtype).flatten(-2), rearrange(weight, "n o i -> o (n i)"))
@@ -127,6 +121,7 @@ def batch_ensemble_linear(
 
     Source: Wen et al. 2020, https://arxiv.org/abs/2002.06715
 
+    >>> import torch
     >>> r, s = torch.tensor([[1.0, 1.0], [-1.0, 1.0]]), torch.tensor([[1.0], [2.0]])
     >>> batch_ensemble_linear(torch.ones(2, 2), torch.ones(1, 2), r, s)
     tensor([[2.],

@@ -1,0 +1,156 @@
+"""How an operation of raw forward and backward kernels takes part in autograd and its transforms.
+
+The kernels are registered with torch as opaque operations (for a CPU, for CUDA, and for tensors
+without data), so that torch.compile and torch.export carry them along. Around them stands an
+``autograd.Function``, and another one around its backward pass for the second derivative: plain
+functions of tensors would not do, as ``torch.library.register_autograd`` composes neither with
+``torch.func`` nor with a second derivative.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+LIBRARY = torch.library.Library("ensemblayers", "FRAGMENT")
+
+
+def define(schema: str, *, plain: Callable, cuda: Callable, fake: Callable) -> Callable:
+    """Register a raw operation and return it.
+
+    Args:
+        schema: torch's, from the name on.
+        plain: the definition, in plain PyTorch; what runs on a CPU.
+        cuda: what runs on CUDA.
+        fake: shapes, strides and dtypes of the outputs.
+    """
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    LIBRARY.impl(name, plain, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"ensemblayers::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.ensemblayers, name).default
+
+
+def differentiable(
+    forward: Callable, backward: Callable, plain: Callable, plain_backward: Callable
+) -> Callable:
+    """Make a differentiable function of the raw operations, ``f(*inputs) -> output``.
+
+    Args:
+        forward: ``(*inputs, keep) -> (output, *kept)``; kept is for the backward pass, where
+            ``keep`` says that there may be one, and not differentiable.
+        backward: ``(grad, *inputs, *kept, needs) -> gradients``, one an input, whatever where its
+            flag in ``needs`` is False.
+        plain: forward, in plain PyTorch; takes its place where torch.vmap has to look inside.
+        plain_backward: the same for backward, and what is differentiated for the second derivative.
+    """
+
+    def run_backward(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return tuple(backward(grad, *rest))
+
+    def keep_inputs(ctx, arguments, output) -> None:
+        *tensors, needs = arguments
+        ctx.save_for_backward(*tensors)
+        ctx.needs = needs
+
+    def second_derivative(ctx, *grads: Tensor):
+        tensors, needs = ctx.saved_tensors, ctx.needs
+        # Tensors that are none (no bias) are no arguments of a transform.
+        present = [k for k, t in enumerate(tensors) if t is not None]
+
+        def of_present(*some: Tensor):
+            every = list(tensors)
+            for k, t in zip(present, some, strict=True):
+                every[k] = t
+            return plain_backward(*every, needs)
+
+        _, pull = torch.func.vjp(of_present, *(tensors[k] for k in present))
+        found = dict(zip(present, pull(tuple(grads)), strict=True))
+        return *(found.get(k) for k in range(len(tensors))), None
+
+    class Backward(Function):
+        forward = staticmethod(run_backward)
+        setup_context = staticmethod(keep_inputs)
+        backward = staticmethod(second_derivative)
+
+        @staticmethod
+        def vmap(info, in_dims, *arguments):
+            return _vmap(plain_backward, info, in_dims, arguments)
+
+    EagerBackward = _eager(Backward)
+
+    def keep_for_backward(ctx, arguments, outputs) -> None:
+        *inputs, _ = arguments
+        ctx.save_for_backward(*inputs, *outputs[1:])
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.count = len(inputs)
+
+    def derivative(ctx, grad: Tensor, *_: Any):
+        needs = [bool(need) for need in ctx.needs_input_grad[: ctx.count]]
+        if torch.compiler.is_compiling():  # Which knows no second derivative.
+            found = backward(grad, *ctx.saved_tensors, needs)
+        else:
+            found = _twin(Backward, EagerBackward).apply(grad, *ctx.saved_tensors, needs)
+        return *(g if need else None for g, need in zip(found, needs, strict=True)), None
+
+    class Forward(Function):
+        setup_context = staticmethod(keep_for_backward)
+        backward = staticmethod(derivative)
+
+        @staticmethod
+        def forward(*arguments):
+            return tuple(forward(*arguments))
+
+        @staticmethod
+        def vmap(info, in_dims, *arguments):
+            return _vmap(plain, info, in_dims, arguments)
+
+    EagerForward = _eager(Forward)
+
+    def function(*inputs: Tensor | None) -> Tensor:
+        given = [t for t in inputs if t is not None]
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        if not (keep or _transformed()):
+            return forward(*inputs, False)[0]
+        if torch.compiler.is_compiling():
+            return Forward.apply(*inputs, keep)[0]
+        return _twin(Forward, EagerForward).apply(*inputs, keep)[0]
+
+    return function
+
+
+def _transformed() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+def _twin(transformed: type[Function], eager: type[Function]) -> type[Function]:
+    """Outside of transforms the older form of a Function, which costs half as much a call."""
+    return transformed if _transformed() else eager
+
+
+def _eager(transformed: type[Function]) -> type[Function]:
+    class Eager(Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            outputs = transformed.forward(*arguments)
+            transformed.setup_context(ctx, arguments, outputs)
+            return outputs
+
+        backward = staticmethod(transformed.backward)
+
+    return Eager
+
+
+def _vmap(plain: Callable, info, in_dims, arguments):
+    """Map the definition: the transform sees through it, as it can't through a kernel."""
+    *tensors, flag = arguments
+    dims = in_dims[: len(tensors)]
+
+    def with_flag(*some: Tensor):
+        return tuple(plain(*some, flag))
+
+    outputs = torch.vmap(with_flag, dims, randomness=info.randomness)(*tensors)
+    return outputs, (0,) * len(outputs)
