@@ -364,12 +364,15 @@ def point_configs(x: Tensor, weight: Tensor, limit: int) -> list[Config]:
 def each_configs(x: Tensor, weight: Tensor, limit: int) -> list[Config]:
     """For :func:`each_kernel`."""
     outs = weight.shape[1]
-    rows = min(tuning.bucket(len(x)), 64)  # Two sums and another tile share the registers.
+    rows = min(tuning.bucket(len(x)), 64)
     found = []
     for out_tile in (64, 32, 16):
         for in_tile, stages in ((64, 4), (64, 3), (128, 2), (32, 4), (32, 2)):
             bytes_each = out_tile * weight.element_size() + rows * x.element_size()
-            if out_tile * rows <= 2048 and stages * in_tile * bytes_each <= limit:
+            # Two sums and a tile of the other factor share the registers with the operands.
+            if out_tile * rows > 2048 or rows * in_tile > 2048:
+                continue
+            if stages * in_tile * bytes_each <= limit:
                 found.append(Config(out_tile, rows, in_tile, 4, stages))
 
     def order(config: Config) -> tuple:
@@ -426,16 +429,13 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`.subspace_linear.plain_linear`."""
     nothing = x.new_empty(0)
-    if not (len(x) and weight.numel()):
-        y = x.new_zeros(len(x), weight.shape[1])
-        return y, weight.new_zeros(weight.shape[1:], dtype=x.dtype) if keep else nothing
     name = algorithm(x, weight, alpha)
+    if name == "scaled" or not (len(x) and weight.numel()):
+        return plain_linear(x, weight, bias, alpha, keep)
     if name == "fused":
         return point(x, weight, bias, alpha, keep)
     if name == "each":
         return each(x, weight, bias, alpha, None)[0], nothing
-    if name == "scaled":
-        return plain_linear(x, weight, bias, alpha, keep)
     mixed = mix(weight, alpha).to(x.dtype)
     b = None if bias is None else mix(bias, alpha).to(x.dtype)
     return torch.nn.functional.linear(x, mixed, b), mixed if keep else nothing
@@ -451,16 +451,10 @@ def backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`.subspace_linear.plain_linear_backward`."""
-    inputs = (x, weight, bias, alpha)
-    found = [grad.new_empty(0) if t is None else t.new_empty(0) for t in inputs]
-    if not (len(x) and weight.numel()):
-        return tuple(
-            t.new_zeros(s.shape) if need else t
-            for t, s, need in zip(found, inputs, needs, strict=True)
-        )
     name = algorithm(x, weight, alpha)
-    if name == "scaled":
+    if name == "scaled" or not (len(x) and weight.numel()):
         return plain_linear_backward(grad, x, weight, bias, alpha, mixed, needs)
+    found = [grad.new_empty(0) if t is None else t.new_empty(0) for t in (x, weight, bias, alpha)]
     if name == "each":
         if needs[0] or needs[3]:
             found[0], d_alpha = each(grad, weight.mT, None, alpha, x)

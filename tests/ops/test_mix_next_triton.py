@@ -1,18 +1,20 @@
-"""The fused pass in Triton, against plain PyTorch in float64.
+"""The fused pass in Triton, against plain PyTorch in float64."""
 
-On a machine with a GPU the kernels run there. Elsewhere one test runs this file again in a process
-of its own, where Triton interprets them (a variable that has to be set before Triton is imported);
-and all of them are compiled for cards that are not there.
-"""
-
-import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from cards import CARDS, compiled, resources
+from interpreted import (
+    DEVICE,
+    INTERPRETED,
+    compiles,
+    on_gpu,
+    run_interpreted,
+    runs,
+    starts_interpreter,
+)
 
 from ensemblayers.ops import mix_next
 from ensemblayers.ops.mix_next import AdamW, Sgd
@@ -20,15 +22,6 @@ from ensemblayers.ops.mix_next import AdamW, Sgd
 pytest.importorskip("triton", reason="Triton isn't installed")
 
 from ensemblayers.ops import mix_next_triton
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-
-runs = pytest.mark.skipif(
-    DEVICE == "cpu" and not INTERPRETED, reason="no GPU: runs under test_in_the_interpreter"
-)
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
-compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 RTOL = {F32: 1e-6, F64: 1e-14}
@@ -274,16 +267,9 @@ def test_in_a_cuda_graph(rule):
 # ----------------------------------------------------------------------------------- without a GPU
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="runs for itself")
+@starts_interpreter
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    for name in [name for name in env if name.startswith("PYTEST_")]:
-        del env[name]  # Of a parallel run of the suite.
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert re.search(r"\d\d passed", done.stdout), done.stdout[-2000:]
+    run_interpreted(__file__)
 
 
 @compiles
@@ -300,62 +286,23 @@ assert mix_next._triton() is None
     assert done.returncode == 0, done.stderr
 
 
-def compiled(kernel, target, vertex, point, n, flags):
-    """A kernel compiled for a card that need not be there, with one frozen row."""
-    import triton
-    from triton.compiler import ASTSource
-
+def built(kernel, card, vertex, point, n, flags):
+    """A kernel compiled for a card, with one frozen row."""
     module = mix_next_triton
     size = {"fp32": 4, "fp64": 8}[vertex]
     constants = {"POINT": module._TYPES[point], "N": n, "ROWS": n + 1, "MAXIMIZE": False, **flags}
     constants |= {"CHUNK": module.chunk(n, size), "BLOCK": module.BLOCK}
     if not flags.get("MOMENTUM"):
         constants["buffer"] = None
-    constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     types = dict.fromkeys(("vertices", "buffer", "average", "square"), f"*{vertex}")
     types |= {"width": "i64", "table": "*i64", "owner": "*i32", "grads": "*i64"}
     types |= dict.fromkeys(("alpha", "next_alpha", "lr", "step", "numbers"), "*fp64")
-    signature = {a: "constexpr" if a in constants else types[a] for a in kernel.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, p in enumerate(kernel.params)
-        if signature[p.name].startswith("*") and not p.do_not_specialize_on_alignment
-    }
-    source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=target, options={"num_warps": module.WARPS})
-
-
-def nvidia_resources(cubin):
-    """Registers a thread, bytes spilled and on the stack."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        pytest.skip("no cuobjdump in this Triton")
-    command = [tool, "--dump-resource-usage", cubin]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", out).groups()
-    return int(registers), int(stack) + int(local)
-
-
-def amd_resources(assembly):
-    def number(name):
-        return int(re.search(rf"{name}:\s+(\d+)", assembly)[1])
-
-    spilled = number(r"\.vgpr_spill_count") + number(r"\.sgpr_spill_count")
-    return number(r"\.vgpr_count"), spilled + number("ScratchSize")
+    return compiled(kernel, card, types, constants, num_warps=module.WARPS)
 
 
 @compiles
-@pytest.mark.parametrize(
-    "target", [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)], ids=str
-)
-def test_compiles_without_spills(target, tmp_path):
-    from triton.backends import backends
-    from triton.backends.compiler import GPUTarget
-
-    if {"cuda": "nvidia", "hip": "amd"}[target[0]] not in backends:
-        pytest.skip(f"this Triton has no backend for {target[0]}")
+@pytest.mark.parametrize("card", CARDS, ids=str)
+def test_compiles_without_spills(card, tmp_path):
     sgd, module = {"NESTEROV": False, "FIRST": False}, mix_next_triton
     kernels = {
         "mix": (module.mix_kernel, {}),
@@ -363,19 +310,15 @@ def test_compiles_without_spills(target, tmp_path):
         "nesterov": (module.sgd_kernel, {**sgd, "MOMENTUM": True, "NESTEROV": True}),
         "adamw": (module.adamw_kernel, {}),
     }
-    print(f"\n{target}: registers / bytes spilled\n{'':14}" + "".join(f"{k:>12}" for k in kernels))
+    print(f"\n{card}: registers / bytes spilled\n{'':14}" + "".join(f"{k:>12}" for k in kernels))
     for vertex, point in (("fp32", F32), ("fp32", BF16)):
         for n in (3, 5, 10, 32):
             row = []
             for name, (kernel, flags) in kernels.items():
-                k = compiled(kernel, GPUTarget(*target), vertex, point, n, flags)
-                if target[0] == "cuda":
-                    cubin = tmp_path / "kernel.cubin"
-                    cubin.write_bytes(k.asm["cubin"])
-                    registers, spilled = nvidia_resources(cubin)
-                    assert point != BF16 or "cvt.rn.bf16" in k.asm["ptx"]  # Rounds to nearest.
-                else:
-                    registers, spilled = amd_resources(k.asm["amdgcn"])
+                k = built(kernel, card, vertex, point, n, flags)
+                registers, spilled = resources(k, card, tmp_path)
+                if card[0] == "cuda" and point == BF16:
+                    assert "cvt.rn.bf16" in k.asm["ptx"]  # Rounds to nearest.
                 row.append(f"{registers} / {spilled}")
-                assert spilled == 0, f"{name}, n={n}, {point} on {target} spills"
+                assert spilled == 0, f"{name}, n={n}, {point} on {card} spills"
             print(f"{str(point)[6:]:>9} n={n:<3}" + "".join(f"{cell:>12}" for cell in row))
