@@ -43,15 +43,6 @@ def _tile(pointer, mask, dtype: tl.constexpr):
 
 
 @triton.jit
-def _trips(size, BLOCK: tl.constexpr, TRIPS: tl.constexpr):
-    """Number of blocks; a constant in the interpreter, whose range takes no tensor."""
-    if TRIPS > 0:
-        return TRIPS
-    else:
-        return tl.cdiv(size, BLOCK)
-
-
-@triton.jit
 def _mixed_bias(bias, alpha, b_member, o_bias, m_bias, N: tl.constexpr):
     b_bias = tl.zeros((o_bias.shape[0],), tl.float32)
     for i in range(0, N):
@@ -100,9 +91,9 @@ def point_kernel(
     alphas = ()
     for i in tl.static_range(N):
         alphas = alphas + (tl.load(alpha + i).to(tl.float32),)  # noqa: RUF005
-    trips = _trips(ins, INS * SPLIT, TRIPS)
+    trips = tl.cdiv(ins, INS * SPLIT)
     b_y = tl.zeros((OUTS, ROWS), tl.float32)
-    for i_in in range(0, trips):
+    for i_in in range(0, TRIPS if TRIPS > 0 else trips):
         o_in = (i_split * trips + i_in) * INS + tl.arange(0, INS).to(tl.int64)
         p_x = x + o_row[None, :] * x_row + o_in[:, None] * x_in
         p_w = weight + o_out[:, None] * w_out + o_in[None, :] * w_in
@@ -193,14 +184,13 @@ def each_kernel(
     m_out = o_out < outs
     m_row = o_row < rows
     m_y = m_out[:, None] & m_row[None, :]
-    trips = _trips(ins, INS, TRIPS)
     if ALPHA:
         p_other = other + o_row[None, :] * other_row + o_out[:, None] * other_out
         b_other = _tile(p_other, m_y, tl.float32)
     b_y = tl.zeros((OUTS, ROWS), tl.float32)
     for i in range(0, N):
         b_own = tl.zeros((OUTS, ROWS), tl.float32)
-        for i_in in range(0, trips):
+        for i_in in range(0, TRIPS if TRIPS > 0 else tl.cdiv(ins, INS)):
             o_in = i_in * INS + tl.arange(0, INS).to(tl.int64)
             p_x = x + o_row[None, :] * x_row + o_in[:, None] * x_in
             p_w = weight + i * w_member + o_out[:, None] * w_out + o_in[None, :] * w_in
@@ -269,9 +259,8 @@ def gradient_kernel(
     o_in = i_in * INS + tl.arange(0, INS)
     m_out = o_out < outs
     m_in = o_in < ins
-    trips = _trips(rows, ROWS, TRIPS)
     b_sum = tl.zeros((OUTS, INS), tl.float32)
-    for i_row in range(0, trips):
+    for i_row in range(0, TRIPS if TRIPS > 0 else tl.cdiv(rows, ROWS)):
         o_row = i_row * ROWS + tl.arange(0, ROWS).to(tl.int64)
         m_row = o_row < rows
         p_g = grad + o_row[None, :] * g_row + o_out[:, None] * g_out
@@ -307,7 +296,7 @@ def gradient_kernel(
     if BIAS:  # noqa: SIM102
         if i_in == 0:
             b_totals = tl.zeros((OUTS, ROWS), tl.float32)
-            for i_row in range(0, trips):
+            for i_row in range(0, TRIPS if TRIPS > 0 else tl.cdiv(rows, ROWS)):
                 o_row = i_row * ROWS + tl.arange(0, ROWS).to(tl.int64)
                 m_row = o_row < rows
                 p_g = grad + o_row[None, :] * g_row + o_out[:, None] * g_out
@@ -370,7 +359,8 @@ def each_configs(x: Tensor, weight: Tensor, limit: int) -> list[Config]:
         for in_tile, stages in ((64, 4), (64, 3), (128, 2), (32, 4), (32, 2)):
             bytes_each = out_tile * weight.element_size() + rows * x.element_size()
             # Two sums and a tile of the other factor share the registers with the operands.
-            if out_tile * rows > 2048 or rows * in_tile > 2048:
+            most = 4096 // weight.element_size()
+            if out_tile * rows > most or rows * in_tile > 2048 or out_tile * in_tile > 2 * most:
                 continue
             if stages * in_tile * bytes_each <= limit:
                 found.append(Config(out_tile, rows, in_tile, 4, stages))
@@ -413,6 +403,7 @@ def _common(x: Tensor, size: int, config: Config, block: int, split: int = 1) ->
     """What the three kernels are compiled for beside their flags."""
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
+        # A constant in the interpreter, whose range may take no tensor.
         "TRIPS": triton.cdiv(size, block * split) if _INTERPRETED else 0,
         "DOT": tl.float32 if _INTERPRETED else _TYPES[x.dtype],
         "PRECISION": "tf32" if tf32 else "ieee",
