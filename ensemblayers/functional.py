@@ -90,13 +90,15 @@ def subspace_conv(
 
     Source: Wortsman et al. 2021, https://arxiv.org/abs/2102.10472
     """
-    space = weight.dim() - 3
     options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    conv = _CONV[space]
     if alpha.dim() == 1:
+        if _is_linear(x, weight, stride, padding, groups):
+            rows, flat = x.movedim(1, -1), weight.flatten(2)
+            if ops.subspace_linear.is_fused(rows, flat, bias, alpha):
+                return subspace_linear(rows, flat, bias, alpha).movedim(-1, 1)
         b = None if bias is None else mix(bias, alpha)
         return conv(x, mix(weight, alpha), b, **options)
-    if x.dim() != space + 2:
+    if x.dim() != weight.dim() - 1:
         raise ValueError(f"expected x [B, in, *space] with alpha [B, n], got x {list(x.shape)}")
     check_points(x, alpha)
     # As for the linear layer: n * in channels, the n copies side by side within each group.
@@ -104,6 +106,20 @@ def subspace_conv(
     scaled = grouped * _align(alpha, grouped.dim(), at=2)
     y = conv(scaled.to(x.dtype).flatten(1, 3), weight.transpose(0, 1).flatten(1, 2), **options)
     return y if bias is None else y + _align(mix(bias, alpha), y.dim(), at=1).to(y.dtype)
+
+
+def _is_linear(x: Tensor, weight: Tensor, stride, padding, groups: int) -> bool:
+    """Whether a convolution is a linear layer on the channels, which come last in x's memory."""
+    if groups != 1 or weight.shape[3:].numel() != 1 or x.dim() != weight.dim() - 1:
+        return False
+    steps, edges = ((v,) if isinstance(v, int) else v for v in (stride, padding))
+    plain = all(s == 1 for s in steps) and (isinstance(edges, str) or not any(edges))
+    return plain and x.movedim(1, -1).is_contiguous()
+
+
+def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """F.conv1d, F.conv2d or F.conv3d: the number of spatial dimensions is the weight's."""
+    return _CONV[weight.dim() - 2](x, weight, bias, **options)
 
 
 def batch_ensemble_linear(
@@ -156,7 +172,6 @@ def batch_ensemble_conv(
 
     Source: Wen et al. 2020, https://arxiv.org/abs/2002.06715
     """
-    conv = _CONV[weight.dim() - 2]
     options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
     if x.dim() != weight.dim():
         raise ValueError(f"expected x [n * b, in, *space], got {list(x.shape)}")

@@ -2,10 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .ops.mix import mix, mix_all
 
 
 def sample_simplex(
@@ -36,6 +38,15 @@ def sample_simplex(
     return e / e.sum(-1, keepdim=True)
 
 
+class Mixed(NamedTuple):
+    """A mixed parameter, and when: its version, whether in a graph, whether in training."""
+
+    value: Tensor
+    version: int
+    grad: bool
+    training: bool
+
+
 class Point:
     """The point of the simplex at which subspace layers mix their n weight sets.
 
@@ -64,6 +75,8 @@ class Point:
         self.owner: nn.Module | None = None
         self.drawn: Tensor | None = None
         self.fixed: Tensor | None = None
+        self.at_once = False
+        self.mixes: dict[int, Mixed] = {}
 
     @property
     def alpha(self) -> Tensor:
@@ -112,7 +125,7 @@ class Point:
                     f"expected alpha of shape [{self.n}] or [B, {self.n}] for n={self.n} vertices, "
                     f"got {list(alpha.shape)}"
                 )
-        self.fixed = alpha
+        self.fixed, self.mixes = alpha, {}
 
     def begin(self, owner: nn.Module) -> None:
         """Begin a forward pass of the owner: draw, in training and where no point was set."""
@@ -122,10 +135,38 @@ class Point:
             # A new tensor, not an update in place: an earlier graph may still need the old one.
             like = next(owner.parameters(), None)
             self.drawn = sample_simplex(self.n, **self._device_dtype(like))
+        if self.mixes:
+            self.mixes = {}
 
     def before_forward(self, module: nn.Module, args: tuple) -> None:
         """Forward pre-hook of the model that owns a shared point."""
         self.begin(module)
+        if self.at_once:
+            self._mix_all(module)
+
+    def _mix_all(self, model: nn.Module) -> None:
+        groups: dict[tuple, list[Tensor]] = {}
+        for module in model.modules():
+            if vars(module).get("subspace_point") is self and not module.mixes_itself:
+                for p in module._parameters.values():
+                    if p is not None:
+                        groups.setdefault((p.device, p.dtype), []).append(p)
+        for stacks in groups.values():
+            alpha = self.current(stacks[0])
+            if alpha.dim() == 1:
+                for p, mixed in zip(stacks, mix_all(stacks, alpha), strict=True):
+                    self.mixes[id(p)] = Mixed(mixed, *self._state(p))
+
+    def mixed(self, p: Tensor) -> Tensor:
+        """A stacked parameter at the point in force, ``[n]``."""
+        # Of this pass, or of the last one, for a part of it that is computed again.
+        found = self.mixes.get(id(p)) if self.mixes else None
+        if found and found[1:] == self._state(p):
+            return found.value
+        return mix(p, self.current(p))
+
+    def _state(self, p: Tensor) -> tuple[int, bool, bool]:
+        return p._version, torch.is_grad_enabled(), self.owner is not None and self.owner.training
 
     @staticmethod
     def _device_dtype(like: Tensor | None) -> dict[str, Any]:
@@ -137,7 +178,7 @@ class Point:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy finds its owner at its next forward pass, and holds no output of a graph.
-        state = {**self.__dict__, "owner": None, "drawn": None}
+        state = {**self.__dict__, "owner": None, "drawn": None, "mixes": {}}
         return {k: v.detach() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def __repr__(self) -> str:
@@ -181,7 +222,7 @@ def vertex_count(model: nn.Module) -> int:
     return counts[0]
 
 
-def share_point(model: nn.Module, point: Point | None = None) -> Point:
+def share_point(model: nn.Module, point: Point | None = None, *, at_once: bool = False) -> Point:
     """Give all subspace layers of a model one point, drawn once before each forward of the model.
 
     Call the model itself, not its parts: a part that runs alone in training stays at the last draw.
@@ -190,6 +231,9 @@ def share_point(model: nn.Module, point: Point | None = None) -> Point:
 
     Args:
         point: a point to share, by default a new one.
+        at_once: mix the weights of all layers but the linear ones at the beginning of a forward
+            pass, on CUDA in one launch. Worth it where launches cost more than what they do: many
+            small layers. All gradients then come at once, at the end of the backward pass.
 
     Returns:
         The shared point.
@@ -206,7 +250,7 @@ def share_point(model: nn.Module, point: Point | None = None) -> Point:
     point = Point(n) if point is None else point
     if point.n != n:
         raise ValueError(f"expected a point of the layers' n={n} vertices, got n={point.n}")
-    point.shared, point.owner = True, model
+    point.shared, point.owner, point.at_once = True, model, at_once
     for module in model.modules():
         drop_point_hooks(module)
         if "subspace_point" in vars(module):
@@ -269,4 +313,4 @@ def at(
         yield
     finally:
         for point, fixed in before:
-            point.fixed = fixed
+            point.fixed, point.mixes = fixed, {}

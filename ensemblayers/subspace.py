@@ -26,6 +26,7 @@ class SubspaceLayer(nn.Module):
 
     subspace_point: Point
     subspace_sigma: float
+    mixes_itself = False  # Whether its operation mixes the weights on the way.
 
     def _attach(self, n: int, sigma: float) -> None:
         check_n(n)
@@ -122,6 +123,7 @@ class SubspaceLinear(_TypedLayer):
     """
 
     plain_class = nn.Linear
+    mixes_itself = True
 
     def __init__(
         self,
@@ -181,6 +183,10 @@ class _SubspaceConv(_TypedLayer, ConvOptions):
     def forward(self, x: Tensor) -> Tensor:
         alpha = self._alpha()
         x, options = self._padded(x)
+        point = self.subspace_point
+        if point.mixes and alpha.dim() == 1:
+            bias = None if self.bias is None else point.mixed(self.bias)
+            return functional.conv(x, point.mixed(self.weight), bias, **options)
         return functional.subspace_conv(x, self.weight, self.bias, alpha, **options)
 
 
@@ -333,7 +339,7 @@ def _at_point(name: str) -> property:
             return p.detach()[0]
         alpha = self.subspace_point.current(p)
         if alpha.dim() == 1:
-            return functional.mix(p, alpha)
+            return self.subspace_point.mixed(p)
         if self._is_plain_norm():
             return None
         raise ValueError(

@@ -394,3 +394,41 @@ def test_batch_ensemble_conv_without_a_batch_dimension_is_an_error():
         EF.batch_ensemble_conv(
             torch.zeros(2, 5, 5), torch.zeros(4, 2, 3, 3), torch.ones(2, 2), torch.ones(2, 4)
         )
+
+
+# 1x1 convolutions as linear layers
+
+
+@pytest.mark.parametrize("space", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("options", "linear"),
+    [
+        ({}, True),
+        ({"padding": "same"}, True),
+        ({"dilation": 2}, True),
+        ({"padding": 1}, False),
+        ({"stride": 2}, False),
+        ({"groups": 2}, False),
+    ],
+)
+def test_a_1x1_convolution_goes_through_the_linear_where_that_is_fused(
+    space, options, linear, monkeypatch
+):
+    calls = []
+
+    def fused_linear(x, weight, bias, alpha):
+        calls.append(x.shape)
+        return EF.F.linear(x, EF.mix(weight, alpha), EF.mix(bias, alpha))
+
+    monkeypatch.setattr(EF.ops.subspace_linear, "is_fused", lambda *tensors: True)
+    monkeypatch.setattr(EF, "subspace_linear", fused_linear)
+    x = rand(2, 4, *[5, 4, 3][:space], grad=False).movedim(1, -1).contiguous().movedim(-1, 1)
+    groups = options.get("groups", 1)
+    weight, bias, alpha = rand(3, 6, 4 // groups, *[1] * space), rand(3, 6), simplex(3)
+    y = EF.subspace_conv(x, weight, bias, alpha, **options)
+    z = CONV[space](x, weighted(weight, alpha), weighted(bias, alpha), **options)
+    close(y, z)
+    assert bool(calls) == linear
+    EF.subspace_conv(x.contiguous(), weight, bias, alpha, **options)
+    EF.subspace_conv(x, rand(3, 6, 4 // groups, *[2] * space), bias, alpha, **options)
+    assert len(calls) == linear  # Neither with the channels first nor with a larger kernel.

@@ -548,3 +548,111 @@ def test_a_plain_state_dict_becomes_the_first_vertex(kind):
 def test_a_state_dict_of_another_number_of_vertices_is_refused():
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         el.SubspaceLinear(2, 2, n=3).load_state_dict(el.SubspaceLinear(2, 2, n=4).state_dict())
+
+
+# All weights mixed at once
+
+
+def conv_net():
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        nn.BatchNorm2d(4),
+        nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False), nn.GroupNorm(2, 4)),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    )
+    return el.to_subspace(net, n=3, sigma=0.5).double()
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """A model that mixes its weights at once, its twin that does not, and the calls' sizes."""
+    model = conv_net()
+    twin = copy.deepcopy(model)
+    calls = []
+    mix_all = el.simplex.mix_all
+
+    def counted(stacks, alpha):
+        calls.append(len(stacks))
+        return mix_all(stacks, alpha)
+
+    monkeypatch.setattr(el.simplex, "mix_all", counted)
+    el.share_point(model, at_once=True)
+    return model, twin, calls
+
+
+def same(model, twin, f):
+    """Output and gradients of f at the same random point."""
+    results = []
+    for m in (model, twin):
+        torch.manual_seed(1)
+        y = f(m)
+        results.append((y, torch.autograd.grad(y.pow(2).sum(), list(m.parameters()))))
+    torch.testing.assert_close(*results)
+
+
+def test_weights_mixed_at_once_give_the_same_in_one_call(pair):
+    model, twin, calls = pair
+    x = torch.randn(4, 3, 4, 4, dtype=torch.float64)
+    same(model, twin, lambda m: m(x))
+    assert calls == [7]  # Two convolutions, two norms; the linear layer mixes for itself.
+    same(model, twin, lambda m: m.eval()(x))
+    alpha = torch.tensor([0.2, 0.5, 0.3]).double().requires_grad_()
+    for m in (model, twin):
+        with el.at(m, alpha):
+            m.learned = torch.autograd.grad(m.train()(x).sum(), alpha)
+    torch.testing.assert_close(model.learned, twin.learned)
+    each = el.sample_simplex(3, 4, dtype=torch.float64)
+    for m in (model, twin):
+        el.set_point(m, each)
+    same(model, twin, lambda m: m(x))
+    assert len(calls) == 3  # Not for a point per example.
+
+
+def test_weights_mixed_at_once_are_not_used_when_they_changed(pair):
+    model, twin, _ = pair
+    x = torch.randn(4, 3, 4, 4, dtype=torch.float64)
+    part = slice(0, 2)
+
+    def after(change):
+        def f(m):
+            m(x)
+            change(m)
+            return m[part](x)
+
+        return f
+
+    def sgd(m):
+        m.optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        m(x).sum().backward()
+        m.optimizer.step()
+
+    for change in (sgd, lambda m: m.eval(), lambda m: el.set_point(m, vertex=1)):
+        ys = []
+        for m in (model.train(), twin.train()):
+            torch.manual_seed(1)
+            ys.append(after(change)(m))
+        torch.testing.assert_close(*ys)
+    with torch.no_grad():
+        model(x)
+    assert model[part](x).requires_grad
+
+
+def test_weights_mixed_at_once_under_checkpointing(pair):
+    model, twin, _ = pair
+    x = torch.randn(4, 3, 4, 4, dtype=torch.float64)
+
+    class Checkpointed(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            for block in self.net:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return x
+
+    wrapped = [Checkpointed(m) for m in (model, twin)]
+    el.share_point(wrapped[0], at_once=True)
+    el.share_point(wrapped[1])
+    same(*wrapped, lambda m: m(x))

@@ -113,7 +113,7 @@ def differentiable(
     def function(*inputs: Tensor | None) -> Tensor:
         given = [t for t in inputs if t is not None]
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        if not (keep or _transformed()):
+        if not (keep or transformed()):
             return forward(*inputs, False)[0]
         if torch.compiler.is_compiling():
             return Forward.apply(*inputs, keep)[0]
@@ -122,24 +122,25 @@ def differentiable(
     return function
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
     return torch._C._are_functorch_transforms_active()
 
 
-def _twin(transformed: type[Function], eager: type[Function]) -> type[Function]:
+def _twin(function: type[Function], eager: type[Function]) -> type[Function]:
     """Outside of transforms the older form of a Function, which costs half as much a call."""
-    return transformed if _transformed() else eager
+    return function if transformed() else eager
 
 
-def _eager(transformed: type[Function]) -> type[Function]:
+def _eager(function: type[Function]) -> type[Function]:
     class Eager(Function):
         @staticmethod
         def forward(ctx, *arguments):
-            outputs = transformed.forward(*arguments)
-            transformed.setup_context(ctx, arguments, outputs)
+            outputs = function.forward(*arguments)
+            function.setup_context(ctx, arguments, outputs)
             return outputs
 
-        backward = staticmethod(transformed.backward)
+        backward = staticmethod(function.backward)
 
     return Eager
 

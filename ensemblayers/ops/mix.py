@@ -1,4 +1,4 @@
-"""The mix: n stacked tensors combined into one, ``sum_i alpha_i stacked_i``.
+"""The mix: n stacked tensors combined into one, ``sum_i alpha_i stacked_i``; or many such at once.
 
 On CUDA one pass in Triton (:mod:`.mix_triton`) reads the stack as it is stored, where a matrix
 product would first copy a stack in half precision to alpha's. Its gradients, ``alpha_i g`` and
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
 from . import _triton
-from ._autograd import define, differentiable
+from ._autograd import define, differentiable, transformed
 
 
 def plain_mix(stacked: Tensor, alpha: Tensor) -> Tensor:
@@ -86,3 +87,44 @@ def mix(stacked: Tensor, alpha: Tensor) -> Tensor:
     """As :func:`plain_mix`, by a kernel where there is one."""
     fused = alpha.dim() == 1 and _triton.takes(stacked, alpha)
     return (fused_mix if fused else plain_mix)(stacked, alpha)
+
+
+def mix_all(stacks: Sequence[Tensor], alpha: Tensor) -> list[Tensor]:
+    """Mix many stacks of one device and dtype at one point: on CUDA in one launch.
+
+    The gradients come in one piece too, when those of all outputs are there.
+
+    Shape:
+        - stacks: ``[n, *shape]`` each, alpha: ``[n]``
+        - Output: ``[*shape]`` each
+    """
+    if torch.compiler.is_compiling() or transformed():
+        return [mix(stacked, alpha) for stacked in stacks]
+    return list(_MixAll.apply(alpha, *stacks))
+
+
+class _MixAll(Function):
+    @staticmethod
+    def forward(ctx, alpha: Tensor, *stacks: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(alpha, *stacks)
+        if _triton.takes(alpha, *stacks):
+            return tuple(_triton.module("mix").mix_all(stacks, alpha))
+        return tuple(plain_mix(stacked, alpha) for stacked in stacks)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        alpha, *stacks = ctx.saved_tensors
+        if torch.is_grad_enabled():  # A second derivative sees through the definition.
+            return _plain_mix_all_backward(grads, stacks, alpha)
+        if _triton.takes(alpha, *stacks):
+            d_stacks, d_alpha = _triton.module("mix").mix_all_backward(grads, stacks, alpha)
+            return d_alpha, *d_stacks
+        return _plain_mix_all_backward(grads, stacks, alpha)
+
+
+def _plain_mix_all_backward(grads, stacks, alpha):
+    pairs = [
+        plain_mix_backward(g, stacked, alpha, [True, True])
+        for g, stacked in zip(grads, stacks, strict=True)
+    ]
+    return sum(d_alpha for _, d_alpha in pairs), *(d_stacked for d_stacked, _ in pairs)

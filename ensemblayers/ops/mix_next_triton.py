@@ -328,19 +328,20 @@ _held: list[tuple[Tensor, ...]] = []
 
 
 def _layout(
-    params: Sequence[Tensor], columns: Sequence[int], device: torch.device
+    params: Sequence[Tensor], columns: Sequence[int], device: torch.device, block: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
     """The table and the owners of parameters, made once for each set of them."""
     addresses = tuple(p.data_ptr() for p in params)
-    layout = _make_layout(addresses, tuple(columns), tuple(p.numel() for p in params), device)
+    sizes = tuple(p.numel() for p in params)
+    layout = _make_layout(addresses, tuple(columns), sizes, device, block)
     if _capturing(device):
         _held.append(layout)
     return layout
 
 
 @functools.lru_cache(maxsize=256)
-def _make_layout(addresses, columns, sizes, device) -> tuple[Tensor, Tensor]:
-    programs = [triton.cdiv(size, BLOCK) for size in sizes]
+def _make_layout(addresses, columns, sizes, device, block) -> tuple[Tensor, Tensor]:
+    programs = [triton.cdiv(size, block) for size in sizes]
     first = accumulate(programs[:-1], initial=0)
     table = torch.tensor(list(zip(addresses, columns, sizes, first, strict=True)))
     owner = torch.arange(len(sizes), dtype=torch.int32)

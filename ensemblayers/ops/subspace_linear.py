@@ -193,6 +193,13 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tensor) -> bool
     return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
 
 
+def is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tensor) -> bool:
+    """Whether the weights would be mixed on their way into the product."""
+    if not takes(x, weight, bias, alpha):
+        return False
+    return algorithm(x.flatten(0, -2), weight, alpha) == "fused"
+
+
 def subspace_linear(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tensor) -> Tensor:
     """The operation by its kernels, on any number of leading dimensions.
 

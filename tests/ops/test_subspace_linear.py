@@ -110,6 +110,22 @@ def test_first_and_second_derivatives_of_the_mix():
     assert torch.autograd.gradgradcheck(mix.fused_mix, given)
 
 
+def test_the_mix_of_many_at_once():
+    alpha = el.sample_simplex(3, dtype=F64).requires_grad_()
+    stacks = [rand(3, *shape).requires_grad_() for shape in ((2, 2), (), (3,))]
+
+    def ours(alpha, *stacks):
+        return tuple(mix.mix_all(stacks, alpha))
+
+    close(ours(alpha, *stacks), tuple(mix.plain_mix(s, alpha) for s in stacks))
+    assert torch.autograd.gradcheck(ours, (alpha, *stacks))
+    assert torch.autograd.gradgradcheck(ours, (alpha, *stacks))
+    mapped = vmap(ours)(alpha.expand(2, 3), *(s.expand(2, *s.shape) for s in stacks))
+    close(tuple(t[1] for t in mapped), ours(alpha, *stacks))
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    close(compiled(alpha, *stacks), ours(alpha, *stacks))
+
+
 def test_a_third_derivative():
     x, weight, bias, alpha = leaves(inputs(False, rows=2, outs=2, ins=2, n=2))
 
