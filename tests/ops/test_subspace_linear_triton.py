@@ -292,6 +292,17 @@ def test_twenty_batch_sizes_are_tuned_once(monkeypatch):
     assert tuning.entries() == entries == len(measured) == 4  # Two buckets, forward and gradient.
 
 
+def test_nothing_is_tuned_unasked_or_in_a_capture(monkeypatch):
+    monkeypatch.setattr(tuning, "_found", {})
+    monkeypatch.setattr(tuning, "_fastest", None)
+    device, default = torch.device("cpu"), tuning.Config(64, 64, 64)
+    assert tuning.choose("a key", device, lambda: [default], None) == default
+    monkeypatch.setattr(tuning, "_capturing", lambda device: True)
+    with tuning.tuned():
+        assert tuning.choose("a key", device, lambda: [default], None) == default
+    assert tuning.entries() == 0
+
+
 def test_tuned_configurations_are_stored_and_found_again(monkeypatch, tmp_path):
     device = torch.device("cpu")
     card = tuning.card_name(device)
