@@ -1,7 +1,7 @@
 """Streams of tasks: the same images, each task with its own rearrangement of the pixels."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,8 @@ from .errors import UsageError
 
 NUM_TASKS = 20
 ROTATION_STEP = 9.0  # degrees; task t is turned by 9 t, 0 to 171
+SHORT_TASKS = 5  # The ablation's, turned by 22.5 t degrees, 0 to 90.
+SHORT_STEP = 22.5
 
 
 @dataclass
@@ -26,6 +28,7 @@ class PixelTasks:
         train, test: images ``[N, pixels]``, uint8 or floats in [0, 1], and labels ``[N]``.
         maps: ``[tasks, pixels]``, for each pixel the one that it shows; ``pixels`` shows black.
         classes: number of labels, shared by all tasks.
+        whole: whether it has all its tasks and training examples.
     """
 
     name: str
@@ -33,6 +36,7 @@ class PixelTasks:
     test: tuple[Tensor, Tensor]
     maps: Tensor
     classes: int = 10
+    whole: bool = True
 
     @property
     def num_tasks(self) -> int:
@@ -78,12 +82,13 @@ class PixelTasks:
         """The same benchmark with its tensors on a device."""
         train = (self.train[0].to(device), self.train[1].to(device))
         test = (self.test[0].to(device), self.test[1].to(device))
-        return PixelTasks(self.name, train, test, self.maps.to(device), self.classes)
+        return replace(self, train=train, test=test, maps=self.maps.to(device))
 
     def shortened(self, tasks: int | None, examples: int | None) -> "PixelTasks":
         """The first tasks, and at most so many training examples of each."""
         train = (self.train[0][:examples], self.train[1][:examples])
-        return PixelTasks(self.name, train, self.test, self.maps[:tasks], self.classes)
+        whole = self.whole and tasks is None and examples is None
+        return replace(self, train=train, maps=self.maps[:tasks], whole=whole)
 
     def _show(self, x: Tensor, tasks: Tensor) -> Tensor:
         x = F.pad(x, (0, 1))  # The pixel that the maps take for black.
@@ -129,6 +134,13 @@ def rotated_mnist(seed: int, root: Path, download: bool) -> PixelTasks:
     return PixelTasks("rotated-mnist", train, test, maps)
 
 
+def rotated_mnist_5(seed: int, root: Path, download: bool) -> PixelTasks:
+    """MNIST turned by 0, 22.5, ... 90 degrees: the five tasks of the paper's ablation."""
+    train, test = _mnist(root, download)
+    maps = rotation_maps(28, [SHORT_STEP * t for t in range(SHORT_TASKS)])
+    return PixelTasks("rotated-mnist-5", train, test, maps)
+
+
 def permuted_mnist(seed: int, root: Path, download: bool) -> PixelTasks:
     """MNIST with its pixels in a random order for each task, drawn from the seed."""
     train, test = _mnist(root, download)
@@ -140,6 +152,7 @@ BENCHMARKS = {
     "rotated-digits": rotated_digits,
     "rotated-mnist": rotated_mnist,
     "permuted-mnist": permuted_mnist,
+    "rotated-mnist-5": rotated_mnist_5,
 }
 
 

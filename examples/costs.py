@@ -14,15 +14,24 @@ BATCH = 10  # the paper counts for batches of 10
 
 
 def relative_flops(
-    method: str, make: Callable[[], nn.Module], settings: Settings, n: int, inputs: int
+    method: str,
+    make: Callable[[], nn.Module],
+    settings: Settings,
+    n: int,
+    inputs: int,
+    single: Callable[[], nn.Module] | None = None,
 ) -> dict[str, float]:
     """FLOPs of a prediction and of a training step (both on a batch of 10), single network = 1.
 
     Counted by torch: matrix products and convolutions, the mix of weights among them.
+
+    Args:
+        make: makes a network of the method.
+        single: makes the single network, by default the same.
     """
     with torch.random.fork_rng(devices=[]):
-        counts = [_flops(name, make, settings, n, inputs) for name in (method, "naive")]
-    (predict, step), (single_predict, single_step) = counts
+        predict, step = _flops(method, make, settings, n, inputs)
+        single_predict, single_step = _flops("naive", single or make, settings, n, inputs)
     return {"predict": predict / single_predict, "step": step / single_step}
 
 
@@ -45,19 +54,27 @@ def _count(call: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def paper_cost(method: str, n: int, model: nn.Module, x: Tensor) -> float | None:
+def paper_cost(
+    method: str, n: int, model: nn.Module, x: Tensor, single: nn.Module | None = None
+) -> float | None:
     """The relative FLOPs that the paper prints for a method, None where it prints none.
 
-    An ensemble: n; bagging: 1 (its training cost). A subspace: ``1 + (n - 1) P / (B MACs)``, P
-    parameters mixed with n - 1 additions each, MACs the multiplications of one forward pass.
+    A network of another width: the ratio of the weights. An ensemble: n; bagging: 1 (its training
+    cost). A subspace: ``1 + (n - 1) P / (B MACs)``, P parameters mixed with n - 1 additions each,
+    MACs the multiplications of one forward pass.
     """
+    parameters = _weights(model)
     if method in ("naive", "mc-sgd", "ensemble-mc-sgd-bagging"):
-        return 1.0
+        return parameters / _weights(single or model)
     if method in ("ensemble-mc-sgd", "vanilla-ensemble"):
         return float(n)
     if not method.startswith("subspace"):
         return None
-    parameters = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     with torch.no_grad():
         macs = _count(lambda: model(x)) / 2 / len(x)
     return 1 + (n - 1) * parameters / (BATCH * macs)
+
+
+def _weights(model: nn.Module) -> int:
+    """The parameters without the biases, as the paper counts them."""
+    return sum(p.numel() for p in model.parameters() if p.dim() > 1)

@@ -22,7 +22,7 @@ from .errors import UsageError
 from .memory import Memory
 from .methods import METHODS
 from .models import mlp
-from .settings import Settings
+from .settings import Settings, single_hidden
 
 EVALUATION_BATCH = 10_000
 
@@ -50,8 +50,14 @@ def run(
     order, drawn = (torch.Generator().manual_seed(seed) for _ in range(2))
     memory = Memory(drawn)
 
+    def network(hidden: int) -> torch.nn.Module:
+        return mlp(benchmark.inputs, hidden, benchmark.classes, settings.dropout)
+
     def make() -> torch.nn.Module:
-        return mlp(benchmark.inputs, settings.hidden, benchmark.classes, settings.dropout)
+        return network(settings.hidden)
+
+    def single() -> torch.nn.Module:
+        return network(single_hidden(benchmark.name))
 
     trained = METHODS[method](lambda: make().to(device), settings, n, memory)
     total = benchmark.num_tasks
@@ -78,6 +84,7 @@ def run(
         "seed": seed,
         "tasks": total,
         "examples": len(benchmark.train[0]),
+        "whole": benchmark.whole,
         "settings": dataclasses.asdict(settings),
         "accuracy": [[None if a.isnan() else round(a.item(), 4) for a in row] for row in accuracy],
         "metrics": {
@@ -86,8 +93,8 @@ def run(
             "learning_accuracy": _finite(metrics.learning_accuracy(accuracy)),
         },
         "relative_flops": {
-            **relative_flops(method, make, settings, n, benchmark.inputs),
-            "paper": paper_cost(method, n, make(), cpu),
+            **relative_flops(method, make, settings, n, benchmark.inputs, single),
+            "paper": paper_cost(method, n, make(), cpu, single()),
         },
         "seconds": round(seconds, 2),
         "device": device.type,
@@ -128,20 +135,36 @@ def check_writable(folder: Path) -> None:
         ) from None
 
 
-def save(result: dict[str, Any], folder: Path) -> Path:
+def file_name(method: str, n: int, seed: int, hidden: int | None = None) -> str:
+    """The name of a result's file; ``hidden`` where the width is not the benchmark's own."""
+    width = f"-h{hidden}" if hidden else ""
+    return f"{method}-n{n}{width}-seed{seed}.json"
+
+
+def save(result: dict[str, Any], folder: Path, hidden: int | None = None) -> Path:
     """Write a result as JSON, atomically: the file is whole or not there."""
-    name = f"{result['method']}-n{result['n']}-seed{result['seed']}.json"
-    path = folder / name
+    path = folder / file_name(result["method"], result["n"], result["seed"], hidden)
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
     try:
         with os.fdopen(handle, "w") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
+            file.write(_json(result))
+        os.chmod(temporary, 0o644)  # mkstemp's files are the owner's alone.
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
     return path
+
+
+def _json(result: dict[str, Any]) -> str:
+    """JSON with a line an entry, and a line a row of the accuracy matrix."""
+    lines = []
+    for name, value in result.items():
+        text = json.dumps(value)
+        if name == "accuracy":
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        lines.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _finite(value: float) -> float | None:

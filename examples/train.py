@@ -6,10 +6,15 @@ a figure of the accuracy on the tasks seen so far.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_METHODS = ("naive", "mc-sgd", "ensemble-mc-sgd", "subspace-connectivity")
 
@@ -17,10 +22,11 @@ DEFAULT_METHODS = ("naive", "mc-sgd", "ensemble-mc-sgd", "subspace-connectivity"
 @dataclass
 class Options:
     benchmark: str = "rotated-digits"
-    """rotated-digits, rotated-mnist or permuted-mnist: 20 tasks each."""
+    """rotated-digits, rotated-mnist or permuted-mnist: 20 tasks each; rotated-mnist-5: 5 tasks."""
     method: tuple[str, ...] = DEFAULT_METHODS
-    """One or more of: naive, mc-sgd, ensemble-mc-sgd, ensemble-mc-sgd-bagging, subspace,
-    subspace-er, subspace-connectivity, batch-ensemble, vanilla-ensemble, multitask."""
+    """One or more of: naive, ewc, a-gem, er-reservoir, stable-sgd, mc-sgd, ensemble-mc-sgd,
+    ensemble-mc-sgd-bagging, subspace, subspace-er, subspace-connectivity, batch-ensemble,
+    vanilla-ensemble, multitask."""
     n: int = 3
     """Number of members of the ensemble methods."""
     seed: int = 0
@@ -43,11 +49,27 @@ class Options:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return its exit status."""
+    return command_line("examples.train", __doc__, Options, compare, arguments)
+
+
+def command_line(
+    module: str,
+    description: str,
+    options: type,
+    command: Callable[[Any], None],
+    arguments: list[str] | None,
+) -> int:
+    """Parse arguments, run a command with them, and report what went wrong in one line.
+
+    Returns:
+        The exit status.
+    """
     try:
         import tyro
 
-        prog = "python -m examples.train"
-        compare(tyro.cli(Options, prog=prog, description=__doc__, args=arguments))
+        prog, config = f"python -m {module}", (tyro.conf.PositionalRequiredArgs,)
+        about = {"prog": prog, "description": description, "config": config}
+        command(tyro.cli(options, args=arguments, **about))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,6 +83,19 @@ def main(arguments: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def usable_device(name: str) -> "torch.device":
+    """A device of torch; a UsageError where tensors can't be put on it."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.zeros((), device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"can't use --device {name}: {reason}") from None
+    return device
 
 
 def compare(options: Options) -> None:
@@ -91,12 +126,7 @@ def compare(options: Options) -> None:
         raise UsageError(f"--seed must be from 0 to 2**63 - 1, got {options.seed}")
     if options.threads > 1024:
         raise UsageError(f"--threads must be at most 1024, got {options.threads}")
-    try:
-        device = torch.device(options.device)
-        torch.zeros((), device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"can't use --device {options.device}: {reason}") from None
+    device = usable_device(options.device)
     torch.set_num_threads(options.threads)
     folder = options.out / options.benchmark
     check_writable(folder)

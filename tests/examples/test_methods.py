@@ -41,7 +41,18 @@ def test_every_method_learns_the_first_tasks(method):
     assert result["metrics"]["final_accuracy"] > 70, result["metrics"]
 
 
-@pytest.mark.parametrize("method", ["naive", "subspace-connectivity", "batch-ensemble"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "naive",
+        "ewc",
+        "a-gem",
+        "er-reservoir",
+        "stable-sgd",
+        "subspace-connectivity",
+        "batch-ensemble",
+    ],
+)
 def test_a_seed_sets_the_whole_run(method):
     data = rotated_digits(0, None, False).shortened(2, 100)
     settings = settings_for("rotated-digits", method, 2)

@@ -1,0 +1,87 @@
+"""Stored results: one JSON file a run, found by the run's key.
+
+A result counts only where its settings are those of today's table and its benchmark was whole.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .benchmarks import BENCHMARKS
+from .errors import UsageError
+from .run import file_name, run, save
+from .settings import Settings, settings_for, settings_from
+
+
+@dataclass(frozen=True)
+class Key:
+    """What identifies a run.
+
+    Args:
+        n: number of members, 1 for a single network.
+        hidden: the width of the network, None for the benchmark's own.
+    """
+
+    benchmark: str
+    method: str
+    n: int
+    hidden: int | None
+    seed: int
+
+    @property
+    def settings(self) -> Settings:
+        return settings_for(self.benchmark, self.method, self.n, self.hidden)
+
+    @property
+    def file(self) -> Path:
+        """Where its result lies in a folder of results."""
+        return Path(self.benchmark) / file_name(self.method, self.n, self.seed, self.hidden)
+
+
+def load(folder: Path, key: Key) -> dict[str, Any] | None:
+    """The stored result of a run, None where there is none that counts.
+
+    Raises:
+        UsageError: a file that is not a result.
+    """
+    path = folder / key.file
+    if not path.exists():
+        return None
+    try:
+        result = json.loads(path.read_text())
+        counts = result["whole"] and settings_from(result["settings"]) == key.settings
+    except (ValueError, KeyError):
+        raise UsageError(f"{path} is not a result: move it away") from None
+    except TypeError:  # Settings of another version.
+        counts = False
+    return result if counts else None
+
+
+def set_aside(folder: Path, key: Key) -> Path | None:
+    """Move a result that does not count out of the way; return where it went."""
+    path = folder / key.file
+    if not path.exists() or load(folder, key):
+        return None
+    text = path.read_text()
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    aside = path.parent / "other-settings" / f"{path.stem}-{digest}.json"
+    aside.parent.mkdir(exist_ok=True)
+    os.replace(path, aside)
+    return aside
+
+
+def execute(key: Key, folder: Path, device: str, threads: int, data_root: Path) -> Key:
+    """Make a run and store its result, unless another process did so meanwhile."""
+    if load(folder, key):
+        return key
+    torch.set_num_threads(threads)
+    benchmark = BENCHMARKS[key.benchmark](key.seed, data_root, False).to(torch.device(device))
+    result = run(benchmark, key.method, key.settings, key.n, key.seed, torch.device(device))
+    set_aside(folder, key)
+    save(result, (folder / key.file).parent, key.hidden)
+    return key
