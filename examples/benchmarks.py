@@ -65,7 +65,7 @@ class PixelTasks:
         # Many batches at a time: a gather and a conversion each costs more than a training step.
         for chunk in order.split(size * max(1, 20_000 // size)):
             index = chunk % len(x)
-            shown = self._show(x[index], which[chunk // len(x)])
+            shown = self._show(x.index_select(0, index), which[chunk // len(x)])
             yield from zip(shown.split(size), y[index].split(size), strict=True)
 
     def one_per_class(self, task: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -92,11 +92,11 @@ class PixelTasks:
 
     def _show(self, x: Tensor, tasks: Tensor) -> Tensor:
         x = F.pad(x, (0, 1))  # The pixel that the maps take for black.
-        if (tasks == tasks[:1]).all():
-            x = x[:, self.maps[tasks[0]]]
-        else:
-            x = x.gather(1, self.maps[tasks])
-        return x.float() / 255 if x.dtype == torch.uint8 else x
+        one = (tasks == tasks[:1]).all()
+        # Of one row, repeated, where all examples are of one task: no index of the images' size.
+        maps = self.maps[tasks[:1]].expand(len(x), -1) if one else self.maps[tasks]
+        shown = x.gather(1, maps)
+        return shown.float().div_(255) if x.dtype == torch.uint8 else shown
 
 
 def rotation_maps(side: int, angles: list[float]) -> Tensor:
