@@ -4,8 +4,12 @@ Source: Doan et al. 2023, https://arxiv.org/abs/2202.09826 (appendix, bold choic
 leaves a value open, the note beside it says what stands here.
 """
 
-from dataclasses import dataclass, replace
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from .errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -142,3 +146,27 @@ def settings_from(stored: dict[str, Any]) -> Settings:
     """
     connect = stored["connect"]
     return Settings(**{**stored, "connect": None if connect is None else Connect(**connect)})
+
+
+def changed(settings: Settings, changes: Sequence[str]) -> Settings:
+    """Settings with some values changed, each as ``name=value`` or ``connect.name=value``.
+
+    Raises:
+        UsageError: no such setting, or a value of another kind.
+    """
+    for change in changes:
+        name, _, text = change.partition("=")
+        inner = name.removeprefix("connect.")
+        owner = settings if inner == name else settings.connect
+        known = {field.name for field in fields(owner)} - {"connect"} if owner else set()
+        if inner not in known:
+            raise UsageError(f"no setting {name!r} to change by {change!r}")
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = None
+        if not isinstance(value, int | float):
+            raise UsageError(f"expected a number in {change!r}")
+        own = replace(owner, **{inner: value})
+        settings = own if owner is settings else replace(settings, connect=own)
+    return settings

@@ -45,6 +45,8 @@ class Options:
     """Only the first tasks of the benchmark."""
     examples: int | None = None
     """Only so many training examples of each task."""
+    set: tuple[str, ...] = ()
+    """Changes of the settings, as lr=0.05 or connect.steps=20: see examples/settings.py."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,7 +110,7 @@ def compare(options: Options) -> None:
     from .benchmarks import BENCHMARKS
     from .methods import METHODS
     from .run import check_writable, run, save
-    from .settings import settings_for
+    from .settings import changed, settings_for
 
     if not options.method:
         raise UsageError(f"--method needs at least one of {', '.join(METHODS)}")
@@ -144,7 +146,7 @@ def compare(options: Options) -> None:
     with Progress(*columns, TextColumn("tasks"), TimeElapsedColumn(), console=console) as bars:
         lines = {name: bars.add_task(name, total=None) for name in dict.fromkeys(options.method)}
         for name, line in lines.items():
-            settings = settings_for(options.benchmark, name, options.n)
+            settings = changed(settings_for(options.benchmark, name, options.n), options.set)
 
             def progress(done: int, total: int, line: int = line) -> None:
                 bars.update(line, completed=done, total=total)

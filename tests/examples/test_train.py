@@ -48,6 +48,10 @@ def test_main_job_leaves_results_and_a_figure(tmp_path, capsys):
         (["--tasks", "21"], ["--tasks", "20", "21"]),
         (["--threads", "100000"], ["--threads", "100000"]),
         (["--method"], ["--method", "naive"]),
+        (["--set", "foo=1"], ["foo"]),
+        (["--set", "connect.lr=1"], ["connect.lr"]),  # Naive SGD connects nothing.
+        (["--set", "lr=fast"], ["lr=fast"]),
+        (["--set", "connect=1"], ["connect"]),
         (["--device", "meta"], ["--device", "meta"]),
         (["--device", "nonsense"], ["--device", "nonsense"]),
     ],
@@ -56,6 +60,17 @@ def test_what_cannot_be_done_is_one_line_and_status_2(arguments, names, tmp_path
     assert main([*arguments, "--out", str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and all(name in message for name in names)
+
+
+def test_settings_can_be_changed_and_are_stored(tmp_path):
+    changes = ["--set", "lr=0.05", "connect.steps=2"]
+    arguments = [*SHORT, "--method", "mc-sgd", *changes, "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    (path,) = tmp_path.glob("*/*.json")
+    settings = json.loads(path.read_text())["settings"]
+    usual = settings_for("rotated-digits", "mc-sgd", 1)
+    assert (settings["lr"], settings["connect"]["steps"]) == (0.05, 2)
+    assert (settings["decay"], settings["connect"]["lr"]) == (usual.decay, usual.connect.lr)
 
 
 def test_an_output_folder_that_cannot_be_written_is_one_line_and_status_2(tmp_path, capsys):
