@@ -7,6 +7,7 @@ a CSV file a table are written anew.
 """
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -111,10 +112,10 @@ def write_report(out: Path) -> None:
         benchmarks |= {row.benchmark: None for row in own}
         lines = tables.read(own, folder, SEEDS)
         parts.append(tables.markdown(name, lines))
-        (folder / f"{name}.csv").write_text(tables.comma_separated(name, lines))
+        (folder / f"{name}.csv").write_text(tables.comma_separated(name, lines), "utf-8")
     verdicts = [f"- {verdict(o, folder, SEEDS)}\n" for o in orderings(benchmarks)]
     parts.append("## The paper's orderings\n\n" + "".join(verdicts))
-    (out / "RESULTS.md").write_text("\n".join(parts))
+    (out / "RESULTS.md").write_text("\n".join(parts), "utf-8")
 
 
 def _check(options: Options) -> None:
@@ -202,6 +203,9 @@ def _backend(options: Options) -> Iterator[None]:
     """Joblib's backend in force, a cluster connected to where it needs one."""
     import joblib
 
+    package = {"dask": "distributed", "ray": "ray"}.get(options.backend)
+    if package and not importlib.util.find_spec(package):
+        raise UsageError(f"--backend {options.backend} needs the package {package}")
     if options.backend == "dask":
         from distributed import Client, LocalCluster
 

@@ -153,7 +153,7 @@ def test_it_prints_and_writes_what_is_missing_as_missing(small, tmp_path, capsys
     assert start(tmp_path, "--seeds", "0", "--method", "naive") == 0
     printed = capsys.readouterr().out
     assert "70.00±1.00" in printed and "not measured yet" in printed
-    report = (tmp_path / "RESULTS.md").read_text()
+    report = (tmp_path / "RESULTS.md").read_text("utf-8")
     naive, mc_sgd = (
         next(line for line in report.splitlines() if line.startswith(f"| {name} "))
         for name in ("naive", "mc-sgd")
@@ -185,6 +185,16 @@ def test_what_cannot_be_done_is_one_line_and_status_2(arguments, names, tmp_path
     assert main([*arguments, "--out", str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and all(name in message for name in names)
+
+
+@pytest.mark.parametrize(("backend", "package"), [("dask", "distributed"), ("ray", "ray")])
+def test_a_backend_that_is_not_installed_is_named(
+    small, tmp_path, capsys, monkeypatch, backend, package
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert start(tmp_path, "--backend", backend) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and f"--backend {backend}" in message and package in message
 
 
 def test_the_ablation_multiplies_the_subspaces_learning_rate_by_n():
