@@ -3,14 +3,17 @@
 ``n`` is the number of members, ``B`` a batch, ``in`` and ``out`` features or channels.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from . import ops
+from ._gradients import gradient_memory, writes_gradients
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -177,6 +180,56 @@ def batch_ensemble_conv(
         raise ValueError(f"expected x [n * b, in, *space], got {list(x.shape)}")
     y = conv(_scale(x, r, at=1), weight, **options)
     return _scale(y, s, bias, at=1)
+
+
+def stacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Linear layers of n networks, each with a batch of its own, as one batched product.
+
+    Shape:
+        - x: ``[n, ..., in]``; ``x.expand(n, *x.shape)`` where all share it, which copies nothing
+        - weight: ``[n, out, in]``, bias: ``[n, out]``
+        - Output: ``[n, ..., out]``
+
+    >>> import torch
+    >>> x, weight = torch.ones(4, 3), torch.stack([torch.ones(2, 3), torch.zeros(2, 3)])
+    >>> stacked_linear(x.expand(2, 4, 3), weight)[:, 0]
+    tensor([[3., 3.],
+            [0., 0.]])
+    """
+    rows = x.reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])
+    autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    if writes_gradients(x, weight, bias) and torch.is_grad_enabled() and not autocast:
+        y = _StackedLinear.apply(rows, weight, bias)
+    else:
+        y = _stacked_product(rows, weight, bias)
+    return y if x.dim() == 3 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _stacked_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return torch.bmm(x, weight.mT)
+    return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+
+class _StackedLinear(torch.autograd.Function):
+    """Writes the weight's gradient in the weight's own layout, into memory that is kept."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return _stacked_product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        d_weight = None
+        if needs[1] and torch.is_grad_enabled():  # For a second derivative.
+            d_weight = torch.bmm(grad.mT, x)
+        elif needs[1]:
+            d_weight = torch.bmm(grad.mT, x, out=gradient_memory(weight))
+        d_x = torch.bmm(grad, weight) if needs[0] else None
+        return d_x, d_weight, grad.sum(1) if needs[2] else None
 
 
 def _scale(x: Tensor, scale: Tensor, shift: Tensor | None = None, *, at: int) -> Tensor:

@@ -1,0 +1,73 @@
+"""Memory for the gradients of large parameters, kept from one step to the next on a CPU.
+
+After ``zero_grad()`` a gradient's memory goes back to the system, and the next backward pass gets
+it page by page, zeroed: for 48 MB that takes as long as the matrix product that fills it. Single
+networks are spared, as the C library keeps blocks below 32 MB; n stacked ones are not.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+LARGE = 1 << 20  # Bytes from which on reuse pays.
+_kept = WeakTensorKeyDictionary()
+_users = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def gradient_memory(leaf: Tensor) -> Tensor:
+    """An uninitialised tensor of a leaf's shape, strides and dtype, for its gradient.
+
+    Its memory is that of the last such tensor, unless a tensor still uses that.
+    """
+    size = leaf.numel() * leaf.element_size()
+    if size < LARGE or leaf.device.type != "cpu" or not leaf.is_leaf or _users is None:
+        return torch.empty_like(leaf)
+    # Taken out while it is looked at: another thread's backward pass finds nothing here.
+    storage = _kept.pop(leaf, None)
+    if storage is None or storage.nbytes() != size or _users(storage._cdata) > 1:
+        fresh = torch.empty_like(leaf)
+        if fresh.stride() != leaf.stride():  # Not dense: there is no layout to keep.
+            return fresh
+        storage = fresh.untyped_storage()
+    out = torch.empty(0, dtype=leaf.dtype).set_(storage, 0, leaf.shape, leaf.stride())
+    _kept[leaf] = storage
+    return out
+
+
+def writes_gradients(*leaves: Tensor | None) -> bool:
+    """Whether gradients may be written straight into memory: in plain eager mode only.
+
+    torch.func's transforms and torch.compile have to see the operations themselves, and so has
+    forward-mode differentiation.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    ) and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+
+
+def unbind(stacked: Tensor) -> tuple[Tensor, ...]:
+    """``stacked.unbind(0)``, with the gradients stacked into memory that is kept."""
+    large = stacked.numel() * stacked.element_size() >= LARGE and stacked.device.type == "cpu"
+    if large and stacked.is_leaf and torch.is_grad_enabled() and writes_gradients(stacked):
+        return _Unbind.apply(stacked)
+    return stacked.unbind(0)
+
+
+class _Unbind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, stacked):
+        ctx.set_materialize_grads(False)
+        ctx.stacked = stacked  # Not saved: its shape and layout count, not its values.
+        return stacked.unbind(0)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        if torch.is_grad_enabled():  # For a second derivative.
+            zero = torch.zeros_like(ctx.stacked[0])
+            return torch.stack([zero if g is None else g for g in grads])
+        out = gradient_memory(ctx.stacked)
+        for own, g in zip(out.unbind(0), grads, strict=True):
+            own.zero_() if g is None else own.copy_(g)
+        return out

@@ -1,0 +1,104 @@
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import ensemblayers as el
+from ensemblayers import _gradients
+from ensemblayers._gradients import gradient_memory, unbind
+
+SHAPE = (3, 512, 256)  # 1.5 MB
+
+
+def leaf(*shape, **options):
+    return torch.randn(*(shape or SHAPE), **options).requires_grad_()
+
+
+def test_memory_comes_back_once_nothing_uses_it():
+    p = leaf()
+    first = gradient_memory(p)
+    place, view = first.data_ptr(), first.detach()[1]
+    del first
+    second = gradient_memory(p)
+    assert second.data_ptr() != place  # The view still shows the first one's values.
+    del view, second
+    third = gradient_memory(p)
+    assert third.shape == p.shape and gradient_memory(leaf()).data_ptr() != third.data_ptr()
+    place = third.data_ptr()
+    del third
+    assert gradient_memory(p).data_ptr() == place
+
+
+def test_memory_has_the_leafs_layout_and_dtype():
+    form = torch.randn(3, 64, 64, 5, 16).transpose(2, 4)
+    for p in (form, form.double(), torch.randn(1, 512).expand(1024, 512)):
+        for _ in range(2):
+            out = gradient_memory(p)
+            assert out.shape == p.shape and out.dtype == p.dtype
+            assert out.stride() == torch.empty_like(p).stride()
+    p = leaf()
+    gradient_memory(p)
+    with torch.no_grad():
+        p.data = torch.randn(3, 1024, 256)
+    assert gradient_memory(p).shape == (3, 1024, 256)
+
+
+def test_memory_goes_with_its_leaf():
+    p = leaf()
+    before = len(_gradients._kept)
+    gradient_memory(p)
+    assert len(_gradients._kept) == before + 1
+    del p
+    gc.collect()
+    assert len(_gradients._kept) == before
+    gradient_memory(leaf(2, 2))
+    gradient_memory(leaf() * 2)  # No leaf.
+    assert len(_gradients._kept) == before
+
+
+@pytest.mark.parametrize("some", [(0, 1, 2), (1,), (2, 0)])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_unbind_has_the_gradients_of_unbind(some, permuted):
+    data = torch.randn(3, 256, 512).mT if permuted else torch.randn(SHAPE)
+    p, q = data.clone().requires_grad_(), data.clone().requires_grad_()
+    g = torch.randn(len(some), *SHAPE[1:])
+    for _ in range(3):  # The second and third time into p.grad, or into memory that is kept.
+        for own, split in ((p, unbind), (q, torch.unbind)):
+            rows = split(own)
+            torch.stack([rows[i].sin() for i in some]).backward(g)
+        assert torch.equal(p.grad, q.grad) and p.grad.stride() == q.grad.stride()
+    p.grad = q.grad = None
+    rows = unbind(p)
+    (d,) = torch.autograd.grad(rows[some[0]].pow(3).sum(), p, create_graph=True)
+    (d2,) = torch.autograd.grad(d.sum(), p)
+    assert torch.allclose(d2[some[0]], 6 * p[some[0]])
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_training_gets_the_same_memory_each_step(strategy):
+    ensemble = el.StackedEnsemble([nn.Linear(256, 512) for _ in range(3)], strategy=strategy)
+    opt = torch.optim.SGD(ensemble.parameters(), lr=0.1)
+    weight = ensemble.module.weight
+    places = set()
+    for _ in range(3):
+        opt.zero_grad()
+        ensemble(torch.randn(4, 256)).square().sum().backward()
+        places.add(weight.grad.data_ptr())
+        opt.step()
+    assert places == {_gradients._kept[weight].data_ptr()}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_gradients_that_are_kept_keep_their_values(strategy):
+    ensemble = el.StackedEnsemble([nn.Linear(256, 512) for _ in range(3)], strategy=strategy)
+    weight, seen = ensemble.module.weight, []
+    for k in range(3):
+        ensemble.zero_grad()
+        y = ensemble(torch.full((4, 256), float(k + 1)))
+        y.sum().backward(retain_graph=True)
+        seen.append(weight.grad)
+    for k, g in enumerate(seen):
+        assert torch.equal(g, torch.full(SHAPE, 4.0 * (k + 1)))
+    y.sum().backward()
+    assert torch.equal(weight.grad, torch.full(SHAPE, 24.0))
