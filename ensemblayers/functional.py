@@ -146,8 +146,11 @@ def batch_ensemble_linear(
     tensor([[2.],
             [0.]])
     """
-    y = F.linear(_scale(x, r, at=-1), weight)
-    return _scale(y, s, bias, at=-1)
+    _check_batch(x, len(r))
+    if x.dim() == 2:
+        return ops.batch_ensemble.linear(x, weight, r, s, bias)
+    y = ops.batch_ensemble.linear(x.flatten(0, -2), weight, r, s, bias)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def batch_ensemble_conv(
@@ -178,8 +181,8 @@ def batch_ensemble_conv(
     options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
     if x.dim() != weight.dim():
         raise ValueError(f"expected x [n * b, in, *space], got {list(x.shape)}")
-    y = conv(_scale(x, r, at=1), weight, **options)
-    return _scale(y, s, bias, at=1)
+    y = conv(_scale(x, r), weight, **options)
+    return _scale(y, s, bias)
 
 
 def stacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -232,21 +235,21 @@ class _StackedLinear(torch.autograd.Function):
         return d_x, d_weight, grad.sum(1) if needs[2] else None
 
 
-def _scale(x: Tensor, scale: Tensor, shift: Tensor | None = None, *, at: int) -> Tensor:
-    """Multiply feature dimension ``at`` of a folded batch by its member's scale, in x's dtype."""
-    n = scale.shape[0]
+def _check_batch(x: Tensor, n: int) -> None:
     if x.shape[0] % n:
         raise ValueError(
             f"expected a member-major batch [n * b, ...] that divides by n={n} members, "
             f"got {x.shape[0]} rows"
         )
-    # An empty batch leaves no -1 to infer.
-    members = x.unflatten(0, (n, x.shape[0] // n))
-    at = at if at < 0 else at + 1
-    out = members * _align(scale, members.dim(), at=at).to(x.dtype)
-    if shift is not None:
-        out = out + _align(shift, members.dim(), at=at).to(x.dtype)
-    return out.flatten(0, 1)
+
+
+def _scale(x: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+    """Scale the channels of a folded batch as its members do, then shift them, in x's dtype."""
+    n = len(scale)
+    _check_batch(x, n)
+    members = x.unflatten(0, (n, x.shape[0] // n))  # An empty batch leaves no -1 to infer.
+    scale, shift = (None if t is None else _align(t, members.dim(), at=2) for t in (scale, shift))
+    return ops.batch_ensemble.shifted(members, scale, shift).flatten(0, 1)
 
 
 def _align(rows: Tensor, dim: int, *, at: int) -> Tensor:

@@ -1,0 +1,95 @@
+"""BatchEnsemble's linear layer: ``y_m = (x_m * r_m) W^T * s_m + bias_m`` for the rows of member m.
+
+Plain PyTorch is the definition. For training on a CPU, C++ (``csrc/batch_ensemble.cpp``) computes
+r's gradient along with W's, in the time of one product, where autograd takes a further one: a first
+layer has no use for the gradient of its scaled input. Kept for the backward pass are x and the
+products before s, not the scaled x.
+"""
+
+import torch
+from torch import Tensor
+
+from .._gradients import gradient_memory, writes_gradients
+from . import native
+
+LEAST_ROWS = 4  # A member's, from which on the C++ kernels are faster.
+
+
+def plain_linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
+    """The definition.
+
+    Shape:
+        - x: ``[n * b, in]``, weight: ``[out, in]``, r: ``[n, in]``, s and bias: ``[n, out]``
+        - Output: ``[n * b, out]``
+    """
+    n, (rows, inner) = len(r), x.shape
+    scaled = x.reshape(n, rows // n, inner) * r.unsqueeze(1).to(x.dtype)
+    y = torch.nn.functional.linear(scaled, weight)
+    return shifted(y, s.unsqueeze(1), None if bias is None else bias.unsqueeze(1)).flatten(0, 1)
+
+
+def shifted(y: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
+    """``y * s + bias`` in y's dtype, which under autocast is not that of the others."""
+    s = s.to(y.dtype)
+    return y * s if bias is None else torch.addcmul(bias.to(y.dtype), y, s)
+
+
+def linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
+    """As :func:`plain_linear`, by the C++ kernels where they are faster."""
+    if _in_cpp(x, weight, r, s, bias):
+        return _Linear.apply(x, weight, r, s, bias)
+    return plain_linear(x, weight, r, s, bias)
+
+
+def _in_cpp(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None) -> bool:
+    dtype = x.dtype
+    return (
+        x.device.type == weight.device.type == "cpu"
+        and (dtype == torch.float32 or dtype == torch.float64)
+        and dtype == weight.dtype == r.dtype == s.dtype
+        and (bias is None or bias.dtype == dtype)
+        and len(x) >= LEAST_ROWS * len(r)
+        and weight.is_contiguous()
+        and torch.is_grad_enabled()
+        and writes_gradients(weight, r, s, bias)
+        and not torch.is_autocast_enabled("cpu")
+        and native.available()
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, r, s, bias):
+        out, y = torch.ops.ensemblayers.batch_ensemble_forward.default(x, weight, r, s, bias)
+        ctx.save_for_backward(x, weight, r, s, bias, y)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *inputs, y = ctx.saved_tensors
+        of_x, of_weight, of_r, of_s, of_bias = needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # For a second derivative.
+            return _differentiable(grad, inputs, needs)
+        x, weight, r, s, _ = inputs
+        d_weight = gradient_memory(weight) if of_weight or of_r else None
+        d_x, d_r, d_s, d_bias = torch.ops.ensemblayers.batch_ensemble_backward.default(
+            grad, x, weight, r, s, y, d_weight, of_x
+        )
+        return (
+            d_x if of_x else None,
+            d_weight if of_weight else None,
+            d_r if of_r else None,
+            d_s if of_s else None,
+            d_bias if of_bias else None,
+        )
+
+
+def _differentiable(grad: Tensor, inputs: list[Tensor | None], needs: tuple[bool, ...]):
+    # Views, since one tensor may be several of the inputs.
+    own = [None if t is None else t.view_as(t) for t in inputs]
+    wanted = [k for k, need in enumerate(needs) if need]
+    found = torch.autograd.grad(
+        plain_linear(*own), [own[k] for k in wanted], grad, create_graph=True
+    )
+    gradients = dict(zip(wanted, found, strict=True))
+    return tuple(gradients.get(k) for k in range(len(inputs)))

@@ -1,0 +1,193 @@
+import itertools
+
+import pytest
+import torch
+
+from ensemblayers.ops import batch_ensemble, native
+
+SIZES = [1, 2, 3, 5, 6, 7, 15, 17, 31, 33, 65, 127, 129]
+NAMES = ("x", "weight", "r", "s", "bias")
+
+
+@pytest.fixture(params=["plain", "native"])
+def backend(request, monkeypatch):
+    """Each backend in turn; the native one has to be there, or its tests show nothing."""
+    if request.param == "plain":
+        monkeypatch.setattr(native, "available", lambda: False)
+    elif not native.available():
+        pytest.skip("no C++ compiler")
+    return request.param
+
+
+def inputs(n, b, inner, outer, dtype=torch.float64, bias=True):
+    shapes = [(n * b, inner), (outer, inner), (n, inner), (n, outer), (n, outer)]
+    made = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    return made if bias else [*made[:-1], None]
+
+
+def reference(x, weight, r, s, bias):
+    """One plain layer a member, with its own weight."""
+    rows = []
+    for i, own in enumerate(x.reshape(len(r), len(x) // len(r), x.shape[1])):
+        y = own @ (weight * torch.outer(s[i], r[i])).t()
+        rows.append(y if bias is None else y + bias[i])
+    return torch.cat(rows)
+
+
+def assert_same(args, grad=None, tolerance=None):
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in args]
+    y, z = batch_ensemble.linear(*args), reference(*exact)
+    g = torch.randn_like(y) if grad is None else grad
+    needed = [k for k, t in enumerate(args) if t is not None and t.requires_grad]
+    got = [y, *torch.autograd.grad(y, [args[k] for k in needed], g)]
+    want = [z, *torch.autograd.grad(z, [exact[k] for k in needed], g.double())]
+    for k, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.dtype == args[0].dtype and a.shape == b.shape
+        scale = b.detach().norm() + 1e-30
+        error = (a.detach().double() - b.detach()).norm() / scale
+        assert error < (tolerance or (1e-12 if a.dtype == torch.float64 else 2e-6)), (k, error)
+
+
+@pytest.mark.parametrize(("inner", "outer"), list(zip(SIZES, SIZES[::-1], strict=True)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_output_and_gradients(backend, inner, outer, dtype, bias):
+    for n, b in ((1, 4), (3, 5), (4, 33)):
+        assert_same(inputs(n, b, inner, outer, dtype, bias))
+
+
+@pytest.mark.parametrize("shape", [(2, 70, 700, 40), (3, 300, 530, 13)])
+def test_several_groups_of_panels(backend, shape):
+    assert_same(inputs(*shape, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=5)), ids=str)
+def test_any_gradients_alone(backend, needed):
+    args = [t.requires_grad_(need) for t, need in zip(inputs(2, 4, 5, 3), needed, strict=True)]
+    if any(needed):
+        assert_same(args)
+    else:
+        torch.testing.assert_close(batch_ensemble.linear(*args), reference(*args))
+
+
+def test_any_strides(backend):
+    n, b, inner, outer = 3, 4, 7, 5
+    x, weight, r, s, bias = (t.detach() for t in inputs(n, b, inner, outer))
+    views = {
+        "x": [x.t().contiguous().t(), torch.cat([x, x], 1)[:, :inner], x[:1].expand_as(x)],
+        "weight": [torch.cat([weight, weight])[:outer]],
+        "r": [r.t().contiguous().t(), r[:1].expand_as(r), torch.cat([r, r], 1)[:, :inner]],
+        "s": [s.t().contiguous().t(), s[:1].expand_as(s)],
+        "bias": [bias.t().contiguous().t(), torch.cat([bias, bias], 1)[:, :outer]],
+    }
+    args = dict(zip(NAMES, (x, weight, r, s, bias), strict=True))
+    for name, some in views.items():
+        for view in some:
+            own = {**args, name: view}
+            assert_same([t.detach().requires_grad_() for t in own.values()])
+    args = [t.requires_grad_() for t in args.values()]
+    ones = torch.ones((), dtype=torch.float64)
+    columns = torch.randn(outer, n * b, dtype=torch.float64).t()
+    for grad in (ones.expand(n * b, outer), columns, torch.cat([columns] * 2, 1)[:, 2:][:, :outer]):
+        assert_same(args, grad)
+
+
+def test_zero_scales_have_gradients(backend):
+    args = inputs(2, 4, 5, 3)
+    with torch.no_grad():
+        args[2][0] = 0
+        args[3][1] = 0
+    assert_same(args)
+
+
+def test_one_tensor_in_several_places(backend):
+    x, square, scale = (torch.randn(8, 4), torch.randn(4, 4), torch.randn(2, 4))
+    square, scale = square.double().requires_grad_(), scale.double().requires_grad_()
+    args = (x.double(), square, scale, scale, scale)
+    for create_graph in (False, True):
+        results = []
+        for f in (batch_ensemble.linear, reference):
+            y = f(*args).pow(2).sum()
+            results.append(torch.autograd.grad(y, [square, scale], create_graph=create_graph))
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_first_and_second_derivatives(backend, bias):
+    args = inputs(2, 4, 3, 2, bias=bias)
+    assert torch.autograd.gradcheck(batch_ensemble.linear, args)
+    assert torch.autograd.gradgradcheck(batch_ensemble.linear, args)
+
+
+def test_gradients_accumulate_and_outlive_the_next_step(backend):
+    args = inputs(2, 8, 600, 600, dtype=torch.float32)  # A weight of 1.4 MB.
+    weight, seen = args[1], []
+    for _ in range(3):
+        weight.grad = None
+        (once,) = torch.autograd.grad(batch_ensemble.linear(*args).sum(), weight)
+        for k in (1, 2):
+            batch_ensemble.linear(*args).sum().backward()
+            torch.testing.assert_close(weight.grad, k * once)
+        seen.append(weight.grad)
+    assert all(torch.equal(g, seen[0]) for g in seen)
+
+
+def test_the_number_of_threads_changes_nothing(backend):
+    args = inputs(3, 40, 300, 200, dtype=torch.float32)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            y = batch_ensemble.linear(*args)
+            results.append([y, *torch.autograd.grad(y.square().sum(), args)])
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("of_x", [True, False])
+def test_the_kernels_run(backend, of_x, monkeypatch):
+    calls, run = [], batch_ensemble._Linear.apply
+    monkeypatch.setattr(
+        batch_ensemble._Linear, "apply", lambda *args: calls.append(1) or run(*args)
+    )
+    x, *rest = inputs(2, 4, 5, 3)
+    batch_ensemble.linear(x.requires_grad_(of_x), *rest).sum().backward()
+    assert len(calls) == (backend == "native")
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+def test_what_the_kernels_do_not_take(monkeypatch):
+    monkeypatch.setattr(batch_ensemble._Linear, "apply", None)
+    few = inputs(3, batch_ensemble.LEAST_ROWS - 1, 5, 3)
+    empty = inputs(3, 0, 5, 3)
+    half = inputs(2, 4, 5, 3, dtype=torch.bfloat16)
+    transposed = inputs(2, 4, 5, 3)
+    transposed[1] = torch.randn(5, 3, dtype=torch.float64).t().requires_grad_()
+    for args in (few, empty, transposed):
+        assert_same(args, tolerance=1e-12)
+    assert_same(half, tolerance=3e-2)
+    args = inputs(2, 4, 5, 3, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert batch_ensemble.linear(*args).dtype == torch.bfloat16
+    with torch.no_grad():
+        batch_ensemble.linear(*args)
+    mixed = [args[0].double(), *args[1:]]
+    with pytest.raises(RuntimeError, match="dtype"):
+        batch_ensemble.linear(*mixed)
+
+
+def test_forward_mode(backend):
+    args = [t.detach() for t in inputs(2, 4, 5, 3)]
+    tangents = [torch.randn_like(t) for t in args]
+    _, expected = torch.func.jvp(reference, tuple(args), tuple(tangents))
+    args = [t.requires_grad_() for t in args]
+    with torch.autograd.forward_ad.dual_level():
+        dual = [
+            torch.autograd.forward_ad.make_dual(a, t) for a, t in zip(args, tangents, strict=True)
+        ]
+        y = batch_ensemble.plain_linear(*dual)
+        z = batch_ensemble.linear(*dual)
+        for out in (y, z):
+            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(out).tangent, expected)
