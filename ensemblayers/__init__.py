@@ -8,6 +8,7 @@ from .batch_ensemble import (
     BatchEnsembleConv3d,
     BatchEnsembleLinear,
 )
+from .batch_ensemble_norm import BatchEnsembleNorm1d, BatchEnsembleNorm2d, BatchEnsembleNorm3d
 from .convert import (
     collapse,
     member,
@@ -16,6 +17,7 @@ from .convert import (
     to_stacked,
     to_subspace,
 )
+from .fold import fold_norms
 from .predict import combine, ensemble_loss, members, recalibrate, uncertainty
 from .simplex import Point, at, sample_simplex, set_point, share_point
 from .stacked import StackedEnsemble
@@ -35,6 +37,9 @@ __all__ = [
     "BatchEnsembleConv2d",
     "BatchEnsembleConv3d",
     "BatchEnsembleLinear",
+    "BatchEnsembleNorm1d",
+    "BatchEnsembleNorm2d",
+    "BatchEnsembleNorm3d",
     "Point",
     "StackedEnsemble",
     "Subspace",
@@ -46,6 +51,7 @@ __all__ = [
     "collapse",
     "combine",
     "ensemble_loss",
+    "fold_norms",
     "functional",
     "member",
     "members",

@@ -18,10 +18,31 @@ from ._module import PlainKeys
 from .simplex import check_n
 
 INITS = ("random_sign", "normal", "ones")
+Init = Literal["random_sign", "normal", "ones"]
 
 
-class BatchEnsembleLayer(nn.Module):
-    """What the BatchEnsemble layers have in common: one weight, n pairs of fast weights."""
+class Assignment:
+    """The member of each example of a batch that is not member-major, for all layers of a model.
+
+    It holds until the next forward pass: activation checkpointing runs layers again before that.
+    """
+
+    members: Tensor | None = None
+
+
+class Assigned(nn.Module):
+    """A layer that has to know the member of each example."""
+
+    assignment: Assignment | None = None
+
+    @property
+    def members(self) -> Tensor | None:
+        """The member of each example, where the batch is not member-major."""
+        return None if self.assignment is None else self.assignment.members
+
+
+class BatchEnsembleLayer(Assigned):
+    """What the BatchEnsemble layers have in common: one weight, n sets of fast weights."""
 
     plain_class: type[nn.Module]
     weight: nn.Parameter
@@ -29,19 +50,45 @@ class BatchEnsembleLayer(nn.Module):
     s: nn.Parameter
     bias: nn.Parameter | None
 
-    def _attach(self, n: int, init: str, dd: dict[str, Any]) -> None:
+    def _attach(
+        self,
+        n: int,
+        dd: dict[str, Any],
+        *,
+        rank: int = 1,
+        init: str = "random_sign",
+        positive: float = 0.5,
+        std: float = 0.5,
+    ) -> None:
         check_n(n)
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"expected rank to be a whole number from 1, got rank={rank!r}")
         if init not in INITS:
             raise ValueError(f"expected init to be one of {', '.join(INITS)}, got init={init!r}")
-        self.init = init
+        if not 0 <= positive <= 1:
+            raise ValueError(f"expected a probability, got positive={positive!r}")
+        if not std >= 0:
+            raise ValueError(f"expected a standard deviation, got std={std!r}")
+        self.init, self.positive, self.std = init, positive, std
+        pairs = (n,) if rank == 1 else (n, rank)
         inputs, outputs = self._sizes()
-        self.r = nn.Parameter(torch.empty(n, inputs, **dd))
-        self.s = nn.Parameter(torch.empty(n, outputs, **dd))
+        self.r = nn.Parameter(torch.empty(*pairs, inputs, **dd))
+        self.s = nn.Parameter(torch.empty(*pairs, outputs, **dd))
+
+    def _detach(self) -> None:
+        """Remove what ``_attach`` and a wrapper added, all but the weight and the biases."""
+        del self.r, self.s, self.init, self.positive, self.std
+        vars(self).pop("assignment", None)
 
     @property
     def n(self) -> int:
         """Number of members."""
         return self.r.shape[0]
+
+    @property
+    def rank(self) -> int:
+        """Number of pairs of fast weights that a member has."""
+        return 1 if self.r.dim() == 2 else self.r.shape[1]
 
     def reset_parameters(self) -> None:
         """Draw the weight as the plain layer would, each member's bias too, and r and s."""
@@ -54,15 +101,29 @@ class BatchEnsembleLayer(nn.Module):
         self.reset_fast_weights()
 
     def reset_fast_weights(self) -> None:
-        """Draw r and s anew, as ``init`` says: random signs, N(1, 0.5), or ones."""
+        """Draw r and s anew, as ``init`` says.
+
+        ``"random_sign"``: 1 with the probability ``positive``, else -1. ``"normal"``:
+        N(1, ``std``). ``"ones"``. Of several pairs of a member, the others than the first start
+        without effect: s is 0, r random signs.
+        """
         with torch.no_grad():
             for fast in (self.r, self.s):
+                first = fast if self.rank == 1 else fast[:, 0]
                 if self.init == "random_sign":
-                    fast.bernoulli_(0.5).mul_(2).sub_(1)
+                    _random_signs_(first, self.positive)
                 elif self.init == "normal":
-                    fast.normal_(1, 0.5)
+                    first.normal_(1, self.std)
                 else:
-                    fast.fill_(1)
+                    first.fill_(1)
+            if self.rank > 1:
+                _random_signs_(self.r[:, 1:], 0.5)
+                self.s[:, 1:] = 0
+
+    def _pairs(self, i: int) -> list[tuple[Tensor, Tensor]]:
+        """Member i's pairs of r and s."""
+        r, s = self.r[i], self.s[i]
+        return list(zip(r.view(-1, r.shape[-1]), s.view(-1, s.shape[-1]), strict=True))
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # A plain layer has no r and s: the layer keeps its own. Its bias is every member's.
@@ -75,7 +136,12 @@ class BatchEnsembleLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        return f"{self._options_repr()}, bias={self.bias is not None}, n={self.n}"
+        rank = "" if self.rank == 1 else f", rank={self.rank}"
+        return f"{self._options_repr()}, bias={self.bias is not None}, n={self.n}{rank}"
+
+
+def _random_signs_(fast: Tensor, positive: float) -> None:
+    fast.bernoulli_(positive).mul_(2).sub_(1)
 
 
 class BatchEnsembleLinear(BatchEnsembleLayer):
@@ -84,15 +150,20 @@ class BatchEnsembleLinear(BatchEnsembleLayer):
     Args:
         in_features, out_features, bias, device, dtype: as for nn.Linear.
         n: number of members.
-        init: how r and s start: ``"random_sign"``, ``"normal"`` (N(1, 0.5)) or ``"ones"``.
+        rank: pairs of r and s a member, ``W * sum_j s_ij r_ij^T``; k pairs cost k times one.
+        init: how r and s start: ``"random_sign"``, ``"normal"`` or ``"ones"``.
+        positive: probability of 1, not -1, for random signs.
+        std: of the normal N(1, std).
 
     Shape:
         - Input: ``[n * b, ..., in]``, member-major: rows i * b to (i + 1) * b go through member i
         - Output: ``[n * b, ..., out]``
-        - weight: ``[out, in]``, r: ``[n, in]``, s: ``[n, out]``, bias: ``[n, out]``
+        - weight: ``[out, in]``, r: ``[n, in]``, s: ``[n, out]``, bias: ``[n, out]``; with a rank
+          above 1, r: ``[n, rank, in]``, s: ``[n, rank, out]``
 
     Raises:
-        ValueError: n < 1, an unknown init; in the forward pass, a batch that does not divide by n.
+        ValueError: n or rank < 1, an unknown init; in the forward pass, a batch that does not
+            divide by n.
 
     >>> layer = BatchEnsembleLinear(784, 256, n=4)
     >>> layer(torch.zeros(4 * 10, 784)).shape, layer.weight.shape
@@ -108,21 +179,26 @@ class BatchEnsembleLinear(BatchEnsembleLayer):
         bias: bool = True,
         *,
         n: int,
-        init: Literal["random_sign", "normal", "ones"] = "random_sign",
+        rank: int = 1,
+        init: Init = "random_sign",
+        positive: float = 0.5,
+        std: float = 0.5,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dd = {"device": device, "dtype": dtype}
         self.in_features, self.out_features = in_features, out_features
-        self._attach(n, init, dd)
+        self._attach(n, dd, rank=rank, init=init, positive=positive, std=std)
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **dd))
         biases = nn.Parameter(torch.empty(n, out_features, **dd)) if bias else None
         self.register_parameter("bias", biases)
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.batch_ensemble_linear(x, self.weight, self.r, self.s, self.bias)
+        return functional.batch_ensemble_linear(
+            x, self.weight, self.r, self.s, self.bias, members=self.members
+        )
 
     def _options_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -131,7 +207,7 @@ class BatchEnsembleLinear(BatchEnsembleLayer):
         return self.in_features, self.out_features
 
     def _member_weight(self, i: int) -> Tensor:
-        return self.weight * torch.outer(self.s[i], self.r[i])
+        return self.weight * sum(torch.outer(s, r) for r, s in self._pairs(i))
 
 
 class _BatchEnsembleConv(BatchEnsembleLayer, ConvOptions):
@@ -148,7 +224,10 @@ class _BatchEnsembleConv(BatchEnsembleLayer, ConvOptions):
         padding_mode: str = "zeros",
         *,
         n: int,
-        init: Literal["random_sign", "normal", "ones"] = "random_sign",
+        rank: int = 1,
+        init: Init = "random_sign",
+        positive: float = 0.5,
+        std: float = 0.5,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -156,7 +235,7 @@ class _BatchEnsembleConv(BatchEnsembleLayer, ConvOptions):
         dd = {"device": device, "dtype": dtype}
         options = (stride, padding, dilation, groups, bias, padding_mode)
         plain = self._read_options(in_channels, out_channels, kernel_size, *options)
-        self._attach(n, init, dd)
+        self._attach(n, dd, rank=rank, init=init, positive=positive, std=std)
         self.weight = nn.Parameter(torch.empty(plain.weight.shape, **dd))
         biases = nn.Parameter(torch.empty(n, out_channels, **dd)) if bias else None
         self.register_parameter("bias", biases)
@@ -165,35 +244,40 @@ class _BatchEnsembleConv(BatchEnsembleLayer, ConvOptions):
     def forward(self, x: Tensor) -> Tensor:
         # Padding copies or adds zeros, so that scaling after it is the same.
         x, options = self._padded(x)
-        return functional.batch_ensemble_conv(x, self.weight, self.r, self.s, self.bias, **options)
+        return functional.batch_ensemble_conv(
+            x, self.weight, self.r, self.s, self.bias, members=self.members, **options
+        )
 
     def _sizes(self) -> tuple[int, int]:
         return self.in_channels, self.out_channels
 
     def _member_weight(self, i: int) -> Tensor:
-        inputs = (
-            self.r[i].view(self.groups, -1).repeat_interleave(self.out_channels // self.groups, 0)
+        each = self.out_channels // self.groups
+        factors = sum(
+            s[:, None] * r.view(self.groups, -1).repeat_interleave(each, 0)
+            for r, s in self._pairs(i)
         )
         ones = (1,) * (self.weight.dim() - 2)
-        return self.weight * (self.s[i][:, None] * inputs).view(*inputs.shape, *ones)
+        return self.weight * factors.view(*factors.shape, *ones)
 
 
 _CONV_DOC = """nn.Conv{k}d for n members at once: r_i scales the input channels, s_i the outputs.
 
     Args:
         n: number of members.
-        init: how r and s start: ``"random_sign"``, ``"normal"`` (N(1, 0.5)) or ``"ones"``.
+        rank, init, positive, std: as for :class:`BatchEnsembleLinear`.
         Others: as for nn.Conv{k}d, every option included.
 
     Shape:
         - Input: ``[n * b, in, *space]``, member-major
         - Output: ``[n * b, out, *space]``
         - weight: ``[out, in / groups, *kernel]``
-        - r: ``[n, in]``, s and bias: ``[n, out]``
+        - r: ``[n, in]`` or ``[n, rank, in]``, s: ``[n, out]`` or ``[n, rank, out]``,
+          bias: ``[n, out]``
 
     Raises:
-        ValueError: n < 1, an unknown init, or what nn.Conv{k}d does not take; in the forward pass,
-            a batch that does not divide by n.
+        ValueError: n or rank < 1, an unknown init, or what nn.Conv{k}d does not take; in the
+            forward pass, a batch that does not divide by n.
 
     >>> layer = BatchEnsembleConv{k}d(3, 20, 3, padding=1, n=4)
     >>> layer(torch.zeros(4 * 2, 3, {ones})).shape[:2]
@@ -230,19 +314,23 @@ class BatchEnsemble(PlainKeys):
         n: that number of members, where it is to be checked.
         train: what each member sees in training. ``"split"``: the batch is divided, rows
             i * B / n to (i + 1) * B / n go through member i, and the outputs keep the order of the
-            rows. ``"repeat"``: every member sees the whole batch.
+            rows. ``"random"``: each row goes through a member drawn for it, by torch's generator.
+            ``"repeat"``: every member sees the whole batch.
+
+    The call takes ``members``, an index ``[B]``, too: row j goes through member ``members[j]``, in
+    training and in evaluation.
 
     Shape:
         - Input: ``[B, ...]``: every tensor among the arguments whose first dimension is that of
           the first tensor's is folded
-        - Output in training, split: ``[B, ...]``
+        - Output in training, split and random, and with ``members``: ``[B, ...]``
         - Output in training, repeat, and in evaluation: ``[n, B, ...]``
 
     Keys of the state_dict are those of ``module``, without a prefix.
 
     Raises:
         ValueError: no BatchEnsemble layers, or of several n; in the forward pass, a batch that
-            does not divide by n (split).
+            does not divide by n (split), or ``members`` for another number of rows.
 
     >>> model = BatchEnsemble(nn.Sequential(BatchEnsembleLinear(8, 2, n=4)))
     >>> model(torch.zeros(12, 8)).shape, model.eval()(torch.zeros(12, 8)).shape
@@ -254,26 +342,43 @@ class BatchEnsemble(PlainKeys):
         module: nn.Module,
         *,
         n: int | None = None,
-        train: Literal["split", "repeat"] = "split",
+        train: Literal["split", "random", "repeat"] = "split",
     ) -> None:
         super().__init__(module)
-        if train not in ("split", "repeat"):
-            raise ValueError(f"expected train to be split or repeat, got train={train!r}")
+        if train not in ("split", "random", "repeat"):
+            raise ValueError(f"expected train to be split, random or repeat, got train={train!r}")
         self.n = batch_ensemble_size(module)
         if n not in (None, self.n):
             raise ValueError(f"expected layers of n={n} members, got n={self.n}")
         self.train_fold = train
+        self.assignment = Assignment()
+        for layer in module.modules():
+            if isinstance(layer, Assigned):
+                layer.assignment = self.assignment
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or self.train_fold == "repeat":
-            return repeat_forward(self.module, self.n, args, kwargs)
-        rows = batch_rows(args, kwargs)
-        if rows % self.n:
+    def forward(self, *args: Any, members: Tensor | None = None, **kwargs: Any) -> Any:
+        if members is None and (not self.training or self.train_fold == "repeat"):
+            return self.every_member(args, kwargs)
+        first = first_tensor(args, kwargs)
+        rows = len(first)
+        if members is None and self.train_fold == "random":
+            members = torch.randint(self.n, (rows,), device=first.device)
+        if members is None and rows % self.n:
             raise ValueError(
                 f"expected a batch that divides by n={self.n} members (train='split'), "
                 f"got {rows} rows; drop the last batch, or use train='repeat'"
             )
+        if members is not None and members.shape != (rows,):
+            raise ValueError(
+                f"expected members [{rows}], a member for each row, got {list(members.shape)}"
+            )
+        self.assignment.members = members
         return self.module(*args, **kwargs)
+
+    def every_member(self, args: Any, kwargs: Any) -> Any:
+        """The whole batch through every member: ``[B, ...]`` to ``[n, B, ...]``."""
+        self.assignment.members = None
+        return repeat_forward(self.module, self.n, args, kwargs)
 
     def extra_repr(self) -> str:
         return f"n={self.n}, train={self.train_fold!r}"
@@ -292,17 +397,17 @@ def batch_ensemble_size(model: nn.Module) -> int:
     return counts[0]
 
 
-def batch_rows(args: Any, kwargs: Any) -> int:
-    """Size of the batch: the first dimension of the first tensor among the arguments."""
+def first_tensor(args: Any, kwargs: Any) -> Tensor:
+    """The first tensor among the arguments, which has the batch in its first dimension."""
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
+            return leaf
     raise ValueError("expected a tensor with a batch dimension among the arguments, got none")
 
 
 def repeat_forward(module: nn.Module, n: int, args: Any, kwargs: Any) -> Any:
     """Run the whole batch through every member: ``[B, ...]`` to ``[n, B, ...]``."""
-    rows = batch_rows(args, kwargs)
+    rows = len(first_tensor(args, kwargs))
 
     def fold(leaf: Any) -> Any:
         folds = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows

@@ -15,7 +15,8 @@ from ._module import (
     own_parameters,
     restore_fast_path,
 )
-from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer, batch_ensemble_size
+from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer, Init, batch_ensemble_size
+from .batch_ensemble_norm import TYPED_NORMS, BatchEnsembleNorm
 from .functional import mix
 from .simplex import (
     Point,
@@ -106,8 +107,12 @@ def to_batch_ensemble(
     model: nn.Module,
     *,
     n: int,
-    init: Literal["random_sign", "normal", "ones"] = "random_sign",
-    train: Literal["split", "repeat"] = "split",
+    rank: int = 1,
+    init: Init = "random_sign",
+    positive: float = 0.5,
+    std: float = 0.5,
+    train: Literal["split", "random", "repeat"] = "split",
+    norms: Literal["shared", "member"] = "shared",
     where: Where | None = None,
     opaque: tuple[type[nn.Module], ...] = (),
 ) -> BatchEnsemble:
@@ -121,8 +126,10 @@ def to_batch_ensemble(
     Args:
         model: any module; it is not changed. Its tensors carry the batch in dimension 0.
         n: number of members.
-        init: how r and s start.
+        rank, init, positive, std: how many r and s a member has, and how they start: see
+            :class:`~ensemblayers.BatchEnsembleLinear`.
         train: what each member sees in training: see :class:`~ensemblayers.BatchEnsemble`.
+        norms: ``"member"`` gives each member its own BatchNorm, parameters and statistics.
         where: called with each layer and its name; False leaves it shared.
         opaque: classes whose forward reads its children's parameters instead of calling the
             children, as in ``F.linear(x, self.proj.weight)``; what is below them stays shared.
@@ -131,7 +138,8 @@ def to_batch_ensemble(
         A :class:`~ensemblayers.BatchEnsemble` of a converted copy.
 
     Raises:
-        ValueError: n < 1, no layer to convert, or a layer that takes the batch in dimension 1.
+        ValueError: n < 1, no layer to convert, a layer that takes the batch in dimension 1, or
+            norms of each member with ``train="random"``, which has no batch of a member.
 
     Warns:
         UserWarning: names the layers with weights that stay shared: subclasses of linear layers
@@ -143,6 +151,10 @@ def to_batch_ensemble(
     torch.Size([4, 10, 2])
     """
     check_n(n)
+    if norms not in ("shared", "member"):
+        raise ValueError(f"expected norms to be shared or member, got norms={norms!r}")
+    if norms == "member" and train == "random":
+        raise ValueError("expected train='split' or 'repeat' with norms='member', got 'random'")
     time_first = [name for name, m in model.named_modules() if _takes_time_first(m)]
     if time_first:
         raise ValueError(
@@ -165,16 +177,29 @@ def to_batch_ensemble(
         )
     if shared:
         warnings.warn(f"shared by all members as they are: {', '.join(shared)}", stacklevel=2)
-    biases = {
-        bias: nn.Parameter(bias.detach().repeat(n, 1), requires_grad=bias.requires_grad)
-        for name in layers
-        if (bias := model.get_submodule(name).bias) is not None
+    own_norms = [
+        name
+        for name, module in model.named_modules()
+        if norms == "member"
+        and type(module) in TYPED_NORMS
+        and id(module) not in hidden
+        and (where is None or where(module, name))
+    ]
+    of_members = {
+        tensor: nn.Parameter(tensor.detach().repeat(n, 1), requires_grad=tensor.requires_grad)
+        for name in layers + own_norms
+        for kind, tensor in own_parameters(model.get_submodule(name)).items()
+        if kind == "bias" or name in own_norms
     }
-    _check_ties(model, {id(model.get_submodule(name)) for name in layers}, biases)
-    converted = copy_module(model, biases)
+    _check_ties(model, {id(model.get_submodule(name)) for name in layers + own_norms}, of_members)
+    converted = copy_module(model, of_members)
+    for norm in map(converted.get_submodule, own_norms):
+        norm.__class__ = TYPED_NORMS[type(norm)]
+        norm._attach(n)
     for layer in map(converted.get_submodule, layers):
         layer.__class__ = batch_ensemble.TYPED[type(layer)]
-        layer._attach(n, init, {"device": layer.weight.device, "dtype": layer.weight.dtype})
+        dd = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+        layer._attach(n, dd, rank=rank, init=init, positive=positive, std=std)
         layer.reset_fast_weights()
         for fast in (layer.r, layer.s):
             fast.requires_grad_(layer.weight.requires_grad)
@@ -250,8 +275,14 @@ def member(model: nn.Module, i: int) -> nn.Module:
     return _at_points(model, lambda point, like: point.vertex(i, like))
 
 
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Share out a model's parameters to two optimizer groups: with weight decay, and without.
+def param_groups(
+    model: nn.Module,
+    weight_decay: float,
+    *,
+    lr: float | None = None,
+    fast_lr_multiplier: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Share out a model's parameters to optimizer groups: with weight decay, and without.
 
     Without decay are BatchEnsemble's r and s, biases, the parameters of norms, and whatever has at
     most one dimension in one member. Each parameter is in exactly one group.
@@ -259,11 +290,19 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     Args:
         model: an ensemble of any kind, or a plain module.
         weight_decay: of the first group.
+        lr: learning rate of the groups; None leaves it to the optimizer.
+        fast_lr_multiplier: with another than 1, r and s are a third group, of the learning rate
+            ``lr * fast_lr_multiplier``.
+
+    Raises:
+        ValueError: a multiplier without ``lr``.
 
     >>> from ensemblayers import BatchEnsembleLinear
     >>> [len(group["params"]) for group in param_groups(BatchEnsembleLinear(4, 2, n=3), 1e-4)]
     [1, 3]
     """
+    if fast_lr_multiplier != 1 and lr is None:
+        raise ValueError(f"expected lr with fast_lr_multiplier={fast_lr_multiplier}, got none")
     stacked = {
         id(p)
         for m in model.modules()
@@ -275,16 +314,26 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     }
     decay: dict[Tensor, None] = {}
     spared: dict[Tensor, None] = {}
+    fast: dict[Tensor, None] = {}
     for module in model.modules():
         for name, p in own_parameters(module).items():
-            fast = isinstance(module, BatchEnsembleLayer) and name in ("r", "s")
+            if isinstance(module, BatchEnsembleLayer) and name in ("r", "s"):
+                fast[p] = None
+                continue
             vector = p.dim() - (id(p) in stacked) <= 1
-            spare = fast or vector or "bias" in name or isinstance(module, _NORMS)
+            spare = vector or "bias" in name or isinstance(module, _NORMS)
             (spared if spare else decay)[p] = None
-    return [
-        {"params": [p for p in decay if p not in spared], "weight_decay": weight_decay},
-        {"params": list(spared), "weight_decay": 0.0},
+    own_rate = fast_lr_multiplier != 1
+    if not own_rate:
+        spared |= fast
+    rate = {} if lr is None else {"lr": lr}
+    groups = [
+        {"params": [p for p in decay if p not in spared], "weight_decay": weight_decay, **rate},
+        {"params": list(spared), "weight_decay": 0.0, **rate},
     ]
+    if own_rate:
+        groups.append({"params": list(fast), "weight_decay": 0.0, "lr": lr * fast_lr_multiplier})
+    return groups
 
 
 _NORMS = subspace.CHANNEL_NORMS + subspace.TRAILING_NORMS
@@ -383,6 +432,9 @@ def _batch_ensemble_member(model: nn.Module, i: int) -> nn.Module:
             module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
             if bias is not None:
                 module.bias = nn.Parameter(bias.detach()[i].clone(), bias.requires_grad)
-            del module.r, module.s, module.init
+            module._detach()
+            module.__class__ = module.plain_class
+        elif isinstance(module, BatchEnsembleNorm):
+            module._detach(i)
             module.__class__ = module.plain_class
     return copied

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -126,17 +126,30 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) 
 
 
 def batch_ensemble_linear(
-    x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    s: Tensor,
+    bias: Tensor | None = None,
+    *,
+    members: Tensor | None = None,
 ) -> Tensor:
     """Linear layer whose member i has the weight ``W * (s_i r_i^T)``.
 
+    With k pairs of fast weights a member it is ``W * sum_j s_ij r_ij^T``, at k times the cost.
+
+    Args:
+        members: the member of each row, ``[B]``; None: the batch is member-major.
+
     Shape:
-        - x: ``[n * b, ..., in]``, member-major: rows i * b to (i + 1) * b are member i's
-        - weight: ``[out, in]``, r: ``[n, in]``, s: ``[n, out]``, bias: ``[n, out]``
-        - Output: ``[n * b, ..., out]``
+        - x: ``[n * b, ..., in]``, member-major: rows i * b to (i + 1) * b are member i's; with
+          ``members``, ``[B * m, ..., in]``: rows j * m to (j + 1) * m are member members[j]'s
+        - weight: ``[out, in]``, r: ``[n, in]``, s: ``[n, out]``, bias: ``[n, out]``;
+          r ``[n, k, in]`` and s ``[n, k, out]`` for k pairs
+        - Output: x's with ``out`` for ``in``
 
     Raises:
-        ValueError: the batch does not divide by n.
+        ValueError: the batch does not divide by n, or by the length of ``members``.
 
     Source: Wen et al. 2020, https://arxiv.org/abs/2002.06715
 
@@ -146,11 +159,10 @@ def batch_ensemble_linear(
     tensor([[2.],
             [0.]])
     """
-    _check_batch(x, len(r))
-    if x.dim() == 2:
-        return ops.batch_ensemble.linear(x, weight, r, s, bias)
-    y = ops.batch_ensemble.linear(x.flatten(0, -2), weight, r, s, bias)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    r, s, bias = _fast_weights(x, members, r, s, bias)
+    flat = x if x.dim() == 2 else x.flatten(0, -2)
+    y = _over_pairs(lambda *fast: ops.batch_ensemble.linear(flat, weight, *fast), r, s, bias)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def batch_ensemble_conv(
@@ -160,6 +172,7 @@ def batch_ensemble_conv(
     s: Tensor,
     bias: Tensor | None = None,
     *,
+    members: Tensor | None = None,
     stride: int | Sequence[int] = 1,
     padding: str | int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
@@ -167,22 +180,31 @@ def batch_ensemble_conv(
 ) -> Tensor:
     """Convolution whose member i scales its input channels by r_i and its output channels by s_i.
 
+    With k pairs of fast weights a member, the sum of k such convolutions of one weight.
+
+    Args:
+        members: the member of each row, ``[B]``; None: the batch is member-major.
+
     Shape:
-        - x: ``[n * b, in, *space]``, member-major
+        - x: ``[n * b, in, *space]``, member-major; ``[B * m, in, *space]`` with ``members``
         - weight: ``[out, in / groups, *kernel]``
-        - r: ``[n, in]``, s and bias: ``[n, out]``
-        - Output: ``[n * b, out, *space]``
+        - r: ``[n, in]`` or ``[n, k, in]``, s: ``[n, out]`` or ``[n, k, out]``, bias: ``[n, out]``
+        - Output: x's with ``out`` channels
 
     Raises:
-        ValueError: the batch does not divide by n.
+        ValueError: the batch does not divide by n, or by the length of ``members``.
 
     Source: Wen et al. 2020, https://arxiv.org/abs/2002.06715
     """
     options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
     if x.dim() != weight.dim():
         raise ValueError(f"expected x [n * b, in, *space], got {list(x.shape)}")
-    y = conv(_scale(x, r), weight, **options)
-    return _scale(y, s, bias)
+    r, s, bias = _fast_weights(x, members, r, s, bias)
+
+    def one(r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
+        return _scale(conv(_scale(x, r), weight, **options), s, bias)
+
+    return _over_pairs(one, r, s, bias)
 
 
 def stacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -235,19 +257,42 @@ class _StackedLinear(torch.autograd.Function):
         return d_x, d_weight, grad.sum(1) if needs[2] else None
 
 
-def _check_batch(x: Tensor, n: int) -> None:
-    if x.shape[0] % n:
-        raise ValueError(
-            f"expected a member-major batch [n * b, ...] that divides by n={n} members, "
-            f"got {x.shape[0]} rows"
-        )
+def _fast_weights(
+    x: Tensor, members: Tensor | None, *tensors: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """r, s and bias such that x is member-major for them: with ``members``, a row an example."""
+    n = len(tensors[0])
+    if members is None:
+        if x.shape[0] % n:
+            raise ValueError(
+                f"expected a member-major batch [n * b, ...] that divides by n={n} members, "
+                f"got {x.shape[0]} rows"
+            )
+        return tensors
+    if members.dim() != 1:
+        raise ValueError(f"expected members [B], the member of each row, got {list(members.shape)}")
+    if len(x) % max(len(members), 1) or bool(len(x)) != bool(len(members)):
+        raise ValueError(f"expected members of {x.shape[0]} rows, got {len(members)}")
+    if not len(x):
+        return tensors
+    return tuple(None if t is None else t.index_select(0, members) for t in tensors)
+
+
+def _over_pairs(one: Callable[..., Tensor], r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
+    """Sum ``one(r_j, s_j, bias)`` over the pairs of fast weights, the bias once."""
+    if r.dim() == 2:
+        return one(r, s, bias)
+    first, *others = zip(r.unbind(1), s.unbind(1), strict=True)
+    y = one(*first, bias)
+    for pair in others:
+        y = y + one(*pair, None)
+    return y
 
 
 def _scale(x: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
     """Scale the channels of a folded batch as its members do, then shift them, in x's dtype."""
-    n = len(scale)
-    _check_batch(x, n)
-    members = x.unflatten(0, (n, x.shape[0] // n))  # An empty batch leaves no -1 to infer.
+    # An empty batch leaves no -1 to infer.
+    members = x.unflatten(0, (len(scale), x.shape[0] // len(scale)))
     scale, shift = (None if t is None else _align(t, members.dim(), at=2) for t in (scale, shift))
     return ops.batch_ensemble.shifted(members, scale, shift).flatten(0, 1)
 

@@ -46,8 +46,9 @@ def members(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         k for m in model.modules() for k in (SubspaceLayer, BatchEnsembleLayer) if isinstance(m, k)
     }
     if BatchEnsembleLayer in kinds:
-        inner = model.module if isinstance(model, BatchEnsemble) else model
-        return repeat_forward(inner, batch_ensemble_size(inner), args, kwargs)
+        if isinstance(model, BatchEnsemble):
+            return model.every_member(args, kwargs)
+        return repeat_forward(model, batch_ensemble_size(model), args, kwargs)
     outputs = []
     for vertex in range(vertex_count(model)) if kinds else [None]:
         with at(model, vertex=vertex) if kinds else contextlib.nullcontext():

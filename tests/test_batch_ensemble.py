@@ -1,9 +1,12 @@
+import copy
 import math
+import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import ensemblayers as el
 
@@ -354,3 +357,239 @@ def test_the_wrapper_checks_the_number_of_members():
     assert el.BatchEnsemble(layer, n=4).n == 4
     with pytest.raises(ValueError, match="n=3 members, got n=4"):
         el.BatchEnsemble(layer, n=3)
+
+
+# Pairs of fast weights
+
+
+def of_rank(layer):
+    with torch.no_grad():
+        for fast in (layer.r, layer.s):
+            fast.normal_()
+    return layer
+
+
+def explicit_pairs(make, own, x):
+    """As ``explicit``, for several pairs: the sum over them, the bias once."""
+    bias = own.pop("bias", None)
+    ranks = zip(own["r"].unbind(1), own["s"].unbind(1), strict=True)
+    y = 0
+    for r, s in ranks:
+        zero = {} if bias is None else {"bias": torch.zeros_like(bias)}
+        y = y + explicit(make, {**own, "r": r, "s": s, **zero}, x)
+    if bias is None:
+        return y
+    return y + bias.repeat_interleave(len(x) // len(bias), 0).view(
+        len(x), -1, *(1,) * (y.dim() - 2)
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_several_pairs(kind, bias):
+    if kind == "linear":
+        layer, make = linear_pair({"bias": bias}, n=3, rank=2)
+        x = torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
+    else:
+        layer, make = conv_pair(2, {"bias": bias, "groups": 2}, n=3, rank=3)
+        x = torch.randn(6, 4, 5, 5, dtype=torch.float64, requires_grad=True)
+    of_rank(layer)
+    names = [k for k, _ in layer.named_parameters()]
+    own = leaves(layer)
+    y, z = layer(x), explicit_pairs(make, dict(own), x)
+    torch.testing.assert_close(y, z)
+    g = torch.randn_like(z)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, [x, *layer.parameters()], g),
+        torch.autograd.grad(z, [x, *(own[k] for k in names)], g),
+    )
+    plain = make()
+    for i, rows in enumerate(x.chunk(3)):
+        member = el.member(layer, i)
+        assert vars(member).keys() == vars(plain).keys()
+        torch.testing.assert_close(member(rows), y.chunk(3)[i])
+
+
+@pytest.mark.parametrize("init", ["random_sign", "normal", "ones"])
+def test_further_pairs_start_without_effect_and_learn(init):
+    layer, _ = linear_pair({}, n=2, rank=3, init=init)
+    assert layer.rank == 3 and layer.r.shape == (2, 3, 5) and layer.s.shape == (2, 3, 4)
+    assert "rank=3" in repr(layer) and "rank" not in repr(linear_pair({}, n=2)[0])
+    assert (layer.s[:, 1:] == 0).all()
+    one = el.BatchEnsembleLinear(5, 4, n=2, dtype=torch.float64)
+    with torch.no_grad():
+        one.weight.copy_(layer.weight)
+        one.bias.copy_(layer.bias)
+        one.r.copy_(layer.r[:, 0])
+        one.s.copy_(layer.s[:, 0])
+    x = torch.randn(8, 5, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), one(x))
+    layer(x).pow(2).sum().backward()
+    first, second = layer.s.grad[:, 1], layer.s.grad[:, 2]
+    assert first.any() and second.any() and not torch.equal(first, second)
+
+
+# Random starts
+
+
+def test_probability_and_deviation_of_the_start():
+    for positive in (0.0, 0.2, 1.0):
+        layer = el.BatchEnsembleLinear(300, 200, n=4, positive=positive)
+        for fast in (layer.r, layer.s):
+            assert set(fast.unique().tolist()) <= {-1, 1}
+            assert (fast == 1).float().mean().item() == pytest.approx(positive, abs=0.06)
+    layer = el.BatchEnsembleLinear(300, 200, n=4, init="normal", std=0.1)
+    assert layer.r.std().item() == pytest.approx(0.1, rel=0.1)
+    assert layer.s.mean().item() == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"positive": 1.5}, "positive=1.5"),
+        ({"std": -1.0}, "std=-1.0"),
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 1.5}, "rank=1.5"),
+    ],
+)
+def test_wrong_starts(options, match):
+    for make in (
+        lambda: el.BatchEnsembleLinear(2, 2, n=2, **options),
+        lambda: el.BatchEnsembleConv1d(2, 2, 1, n=2, **options),
+        lambda: el.to_batch_ensemble(nn.Linear(2, 2), n=2, **options),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make()
+
+
+# A member for each row
+
+
+class Windows(nn.Module):
+    """Two rows of a layer's batch for each example, as windows of an image are."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.reshape(-1, *x.shape[2:])).unflatten(0, (len(x), 2))
+
+
+def by_row(model, x, members):
+    alone = [el.member(model, i) for i in range(model.n)]
+    return torch.cat([alone[i](row[None]) for i, row in zip(members.tolist(), x, strict=True)])
+
+
+def network(kind, **options):
+    linear = el.BatchEnsembleLinear(5, 4, n=3, init="normal", **options)
+    if kind == "linear":
+        net, shape = nn.Sequential(linear, nn.Tanh(), el.BatchEnsembleLinear(4, 2, n=3)), (5,)
+    elif kind == "windows":
+        net, shape = Windows(linear), (2, 3, 5)
+    else:
+        conv = el.BatchEnsembleConv2d(2, 5, 3, n=3, init="normal", **options)
+        net, shape = (
+            nn.Sequential(conv, nn.ReLU(), nn.AvgPool2d(3), nn.Flatten(), linear),
+            (2, 5, 5),
+        )
+    return el.BatchEnsemble(net.double(), train="random"), shape
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("kind", ["linear", "windows", "conv"])
+def test_members_of_rows(kind, rank):
+    model, shape = network(kind, rank=rank)
+    for m in model.modules():
+        if getattr(m, "rank", 1) > 1:
+            of_rank(m)
+    members = torch.tensor([2, 0, 0, 1, 2, 2, 0])
+    x = torch.randn(7, *shape, dtype=torch.float64)
+    for mode in (True, False):
+        model.train(mode)
+        y = model(x, members=members)
+        torch.testing.assert_close(y, by_row(model, x, members))
+    # The gradients are those of the members with all of their rows.
+    params = list(model.parameters())
+    got = torch.autograd.grad(model(x, members=members).sin().sum(), params)
+    every = model.eval()(x)[members, torch.arange(7)]
+    torch.testing.assert_close(got, torch.autograd.grad(every.sin().sum(), params))
+    assert model.eval()(x).shape == (3, *y.shape)
+    assert el.members(model.train(), x).shape == (3, *y.shape)
+    assert model(x[:0], members=members[:0]).shape == (0, *y.shape[1:])
+
+
+def test_random_members_in_training():
+    model = el.BatchEnsemble(telltale(3), train="random")
+    x = torch.zeros(3000, 1)
+    torch.manual_seed(0)
+    drawn = (model(x) / 100).flatten().long()
+    torch.manual_seed(0)
+    assert torch.equal(drawn, (model(x) / 100).flatten().long())
+    assert torch.equal(drawn, model.assignment.members)
+    assert drawn.bincount(minlength=3).min() > 900
+    assert not torch.equal(drawn, (model(x) / 100).flatten().long())
+    assert model(torch.zeros(7, 1)).shape == (7, 1)  # No division by n.
+    assert model.eval()(x).shape == (3, 3000, 1)
+    for other in ("split", "repeat"):
+        model = el.BatchEnsemble(telltale(3), train=other)
+        y = model(torch.zeros(3, 1), members=torch.tensor([2, 2, 0]))
+        assert y.flatten().tolist() == [200, 200, 0]
+        assert model(torch.zeros(3, 1)).numel() == (3 if other == "split" else 9)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+def test_checkpointed_layers_see_the_same_members():
+    model, shape = network("linear")
+    x = torch.randn(7, *shape, dtype=torch.float64)
+    params = list(model.parameters())
+    grads = []
+    for net in (model.module, Checkpointed(model.module)):
+        torch.manual_seed(3)
+        wrapped = el.BatchEnsemble(net, train="random")
+        grads.append(torch.autograd.grad(wrapped(x).pow(2).sum(), params))
+    torch.testing.assert_close(*grads)
+
+
+def test_copies_have_an_assignment_of_their_own():
+    model, shape = network("linear")
+    x = torch.randn(4, *shape, dtype=torch.float64)
+    model(x)
+    other = copy.deepcopy(model)
+    assert other.module[0].assignment is other.assignment is not model.assignment
+    other(x, members=torch.tensor([0, 1, 2, 2]))
+    assert pickle.loads(pickle.dumps(model)).eval()(x).shape == (3, 4, 2)
+    member = el.member(model, 0)
+    assert vars(member[0]).keys() == vars(nn.Linear(5, 4)).keys()
+
+
+@pytest.mark.parametrize(
+    "members, match",
+    [
+        (torch.tensor([0, 1]), r"\[3\].*got \[2\]"),
+        (torch.tensor([[0], [1], [0]]), r"\[3\].*\[3, 1\]"),
+        (torch.tensor([0, 1, 7]), "index"),
+    ],
+)
+def test_wrong_members(members, match):
+    with pytest.raises((ValueError, IndexError), match=match):
+        el.BatchEnsemble(telltale(2))(torch.zeros(3, 1), members=members)
+
+
+def test_compiled_random_members():
+    model, shape = network("linear")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, *shape, dtype=torch.float64)
+    members = torch.tensor([2, 0, 1, 1])
+    torch.testing.assert_close(compiled(x, members=members), model(x, members=members))
+    y = compiled(x)
+    torch.testing.assert_close(y, by_row(model, x, model.assignment.members))
+    torch.testing.assert_close(compiled.eval()(x), model.eval()(x))

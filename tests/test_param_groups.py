@@ -85,3 +85,31 @@ def test_step(kind):
     opt.step()
     for k, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), before[k] * (0.5 if k.endswith("0.weight") else 1))
+
+
+def test_fast_weights_with_a_learning_rate_of_their_own():
+    model = el.to_batch_ensemble(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), n=2)
+    decay, spared, fast = el.param_groups(model, 0.1, lr=0.2, fast_lr_multiplier=5)
+    layer, norm = model.module
+    assert [id(p) for p in fast["params"]] == [id(layer.r), id(layer.s)]
+    assert (decay["lr"], spared["lr"], fast["lr"]) == (0.2, 0.2, 1.0)
+    assert fast["weight_decay"] == spared["weight_decay"] == 0
+    assert [id(p) for p in decay["params"]] == [id(layer.weight)]
+    assert {id(p) for p in spared["params"]} == {id(p) for p in (layer.bias, *norm.parameters())}
+    before = {k: p.detach().clone() for k, p in model.named_parameters()}
+    opt = torch.optim.SGD([decay, spared, fast], lr=99.0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    for p, rate in ((layer.r, 1.0), (layer.bias, 0.2)):
+        name = next(k for k, q in model.named_parameters() if q is p)
+        torch.testing.assert_close(before[name] - p, torch.full_like(p, rate))
+
+
+def test_a_learning_rate_without_a_multiplier():
+    model = el.BatchEnsembleLinear(3, 4, n=2)
+    groups = el.param_groups(model, 0.1, lr=0.2)
+    assert [g["lr"] for g in groups] == [0.2, 0.2]
+    assert all("lr" not in g for g in el.param_groups(model, 0.1))
+    with pytest.raises(ValueError, match="lr with fast_lr_multiplier=2"):
+        el.param_groups(model, 0.1, fast_lr_multiplier=2)

@@ -1,0 +1,92 @@
+"""BatchNorm folded into the BatchEnsemble layers before it, for evaluation."""
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ._module import copy_module
+from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer
+from .batch_ensemble_norm import BatchEnsembleNorm
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        own = isinstance(m, (BatchEnsembleLayer, BatchEnsembleNorm))
+        return own or super().is_leaf_module(m, module_qualified_name)
+
+
+def fold_norms(model: nn.Module) -> nn.Module:
+    """Fold each BatchNorm of a BatchEnsemble in evaluation into the layer whose output it takes.
+
+    ``(y * s + bias - mean) / std * weight + bias'`` is one scale and one shift of y, a member's
+    channel each: they become the layer's s and bias, and the norm an nn.Identity. The layers are
+    found by torch.fx, which has to be able to trace the model. A norm stays where another module
+    takes the layer's output too, where either is called more than once, and without running
+    statistics.
+
+    Args:
+        model: a model with BatchEnsemble layers, in evaluation mode; it is not changed.
+
+    Returns:
+        A copy, for evaluation only: its batch statistics are constants.
+
+    Raises:
+        ValueError: a model in training mode.
+
+    >>> from ensemblayers import to_batch_ensemble
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    >>> fold_norms(to_batch_ensemble(net, n=4).eval()).module[1]
+    Identity()
+    """
+    if any(m.training for m in model.modules()):
+        raise ValueError("expected a model in evaluation mode, got one in training; call .eval()")
+    folded = copy_module(model)
+    inner = folded.module if isinstance(folded, BatchEnsemble) else folded
+    for layer_name, norm_name in _pairs(inner):
+        layer, norm = inner.get_submodule(layer_name), inner.get_submodule(norm_name)
+        _fold(layer, norm)
+        parent, _, name = norm_name.rpartition(".")
+        setattr(inner.get_submodule(parent), name, nn.Identity().eval())
+    return folded
+
+
+def _pairs(model: nn.Module) -> list[tuple[str, str]]:
+    """The names of the layers and norms that follow each other and nothing else."""
+    graph = _Tracer().trace(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    calls: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            called = id(modules[node.target])
+            calls[called] = calls.get(called, 0) + 1
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_module" or not isinstance(modules[node.target], _BatchNorm):
+            continue
+        before = node.args[0] if node.args else None
+        if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) > 1:
+            continue
+        layer, norm = modules[before.target], modules[node.target]
+        once = calls[id(layer)] == calls[id(norm)] == 1
+        if once and isinstance(layer, BatchEnsembleLayer) and norm.running_mean is not None:
+            found.append((before.target, node.target))
+    return found
+
+
+@torch.no_grad()
+def _fold(layer: BatchEnsembleLayer, norm: _BatchNorm) -> None:
+    scale = (norm.running_var + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = -norm.running_mean * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias
+    scale, shift = (t.expand(layer.n, -1).to(layer.s.dtype) for t in (scale, shift))
+    shift = shift if layer.bias is None else layer.bias * scale + shift
+    of_pairs = scale if layer.rank == 1 else scale.unsqueeze(1)
+    layer.s = _constant(layer.s * of_pairs)
+    layer.bias = _constant(shift.clone())
+
+
+def _constant(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)

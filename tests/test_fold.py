@@ -1,0 +1,84 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import resnet18
+
+import ensemblayers as el
+
+
+def trained(net, shape, **options):
+    model = el.to_batch_ensemble(net.double(), n=3, init="normal", **options)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    for _ in range(2):
+        model(torch.randn(12, *shape, dtype=torch.float64))
+    return model.eval(), torch.randn(4, *shape, dtype=torch.float64)
+
+
+class Branches(nn.Module):
+    """Norms that follow a layer, and norms that can't be folded into one."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.both, self.of_both = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.twice, self.of_twice = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.bare = nn.BatchNorm2d(4, affine=False)
+        self.last = nn.Conv2d(4, 5, 1)
+        self.batch = nn.BatchNorm2d(5, track_running_stats=False)
+
+    def forward(self, x):
+        x = self.norm(self.stem(x)).relu()
+        y = self.both(x)
+        x = self.of_both(y) + y
+        x = self.of_twice(self.twice(self.of_twice(self.twice(x))))
+        return self.batch(self.last(self.bare(x)))
+
+
+def linear():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("norms", ["shared", "member"])
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(
+    "build, shape, left",
+    [
+        (lambda: resnet18(num_classes=3), (3, 32, 32), set()),
+        (linear, (3,), set()),
+        (Branches, (3, 5, 5), {"of_both", "of_twice", "bare", "batch"}),
+    ],
+    ids=["resnet18", "linear", "branches"],
+)
+def test_the_folded_model_is_the_same(build, shape, left, rank, norms):
+    model, x = trained(build(), shape, rank=rank, norms=norms)
+    before = copy.deepcopy(model.state_dict())
+    folded = el.fold_norms(model)
+    torch.testing.assert_close(folded(x), model(x))
+    norm = nn.modules.batchnorm._BatchNorm
+    assert {name for name, m in folded.module.named_modules() if isinstance(m, norm)} == left
+    torch.testing.assert_close(model.state_dict(), before)
+    members = torch.tensor([2, 0, 1, 1])
+    if norms == "shared" and build is not Branches:
+        torch.testing.assert_close(folded(x, members=members), model(x, members=members))
+    alone = el.member(folded, 1)
+    if build is not Branches:
+        torch.testing.assert_close(alone(x), el.member(model, 1)(x))
+
+
+def test_a_single_member_of_ones_own_layers():
+    net = nn.Sequential(el.BatchEnsembleLinear(3, 4, n=2, bias=False), nn.BatchNorm1d(4))
+    net(torch.randn(8, 3))
+    folded = el.fold_norms(net.eval())
+    x = torch.randn(6, 3)
+    torch.testing.assert_close(folded(x), net(x))
+    assert type(folded[1]) is nn.Identity and folded[0].bias.shape == (2, 4)
+
+
+def test_training_is_refused():
+    model, _ = trained(linear(), (3,))
+    with pytest.raises(ValueError, match="evaluation"):
+        el.fold_norms(model.train())
