@@ -161,7 +161,7 @@ def batch_ensemble_linear(
     """
     r, s, bias = _fast_weights(x, members, r, s, bias)
     flat = x if x.dim() == 2 else x.flatten(0, -2)
-    y = _over_pairs(lambda *fast: ops.batch_ensemble.linear(flat, weight, *fast), r, s, bias)
+    y = _over_pairs(lambda *fast: ops.batch_ensemble_linear.linear(flat, weight, *fast), r, s, bias)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -294,7 +294,7 @@ def _scale(x: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
     # An empty batch leaves no -1 to infer.
     members = x.unflatten(0, (len(scale), x.shape[0] // len(scale)))
     scale, shift = (None if t is None else _align(t, members.dim(), at=2) for t in (scale, shift))
-    return ops.batch_ensemble.shifted(members, scale, shift).flatten(0, 1)
+    return ops.batch_ensemble_linear.shifted(members, scale, shift).flatten(0, 1)
 
 
 def _align(rows: Tensor, dim: int, *, at: int) -> Tensor:

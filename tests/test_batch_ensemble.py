@@ -593,3 +593,21 @@ def test_compiled_random_members():
     y = compiled(x)
     torch.testing.assert_close(y, by_row(model, x, model.assignment.members))
     torch.testing.assert_close(compiled.eval()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_export(mode, rank):
+    model = el.BatchEnsemble(nn.Sequential(linear_pair({}, n=2, rank=rank)[0], nn.ReLU()))
+    model, x = model.train(mode), torch.randn(8, 5, dtype=torch.float64)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+def test_compiled_training_has_the_gradients_of_eager_training():
+    layer, _ = linear_pair({}, n=2, init="normal")
+    x = torch.randn(8, 5, dtype=torch.float64)
+    results = []
+    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        y = call(x)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), list(layer.parameters()))])
+    torch.testing.assert_close(*results)

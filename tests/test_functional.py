@@ -411,6 +411,36 @@ def test_batch_ensemble_takes_strided_inputs_and_incoming_gradients():
             )
 
 
+@pytest.mark.parametrize("rank", [None, 1, 3])
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("op", ["linear", "conv"])
+def test_batch_ensemble_with_members_equals_each_rows_own_layer(op, repeats, rank):
+    pairs = () if rank is None else (rank,)
+    space = () if op == "linear" else (4,)
+    f, plain = getattr(EF, f"batch_ensemble_{op}"), F.linear if op == "linear" else F.conv1d
+    members = torch.tensor([2, 0, 2, 2, 0])  # None of member 1.
+    x, weight = rand(5 * repeats, 3, *space), rand(4, 3, *(2,) * len(space))
+    r, s, bias = rand(3, *pairs, 3), rand(3, *pairs, 4), rand(3, 4)
+
+    def reference():
+        rows = []
+        for j, row in enumerate(x):
+            i = members[j // repeats]
+            each = zip(r[i].view(-1, 3), s[i].view(-1, 4), strict=True)
+            own = sum(member_weight(weight, a, b) for a, b in each)
+            rows.append(plain(row[None], own, bias[i]))
+        return torch.cat(rows)
+
+    assert_same(lambda: f(x, weight, r, s, bias, members=members), reference, x, weight, r, s, bias)
+
+
+@pytest.mark.parametrize("members", [[0, 1], [], [[0, 1, 0]]], ids=str)
+def test_members_of_other_rows_are_an_error(members):
+    members = torch.tensor(members, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"members .* got"):
+        EF.batch_ensemble_linear(rand(3, 2), rand(4, 2), rand(2, 2), rand(2, 4), members=members)
+
+
 def test_batch_ensemble_of_an_empty_batch():
     r, s, bias = rand(3, 2), rand(3, 4), rand(3, 4)
     assert EF.batch_ensemble_linear(rand(0, 2), rand(4, 2), r, s, bias).shape == (0, 4)

@@ -3,7 +3,8 @@ import itertools
 import pytest
 import torch
 
-from ensemblayers.ops import batch_ensemble, native
+from ensemblayers.ops import batch_ensemble_linear as op
+from ensemblayers.ops import native
 
 SIZES = [1, 2, 3, 5, 6, 7, 15, 17, 31, 33, 65, 127, 129]
 NAMES = ("x", "weight", "r", "s", "bias")
@@ -36,7 +37,7 @@ def reference(x, weight, r, s, bias):
 
 def assert_same(args, grad=None, tolerance=None):
     exact = [None if t is None else t.detach().double().requires_grad_() for t in args]
-    y, z = batch_ensemble.linear(*args), reference(*exact)
+    y, z = op.linear(*args), reference(*exact)
     g = torch.randn_like(y) if grad is None else grad
     needed = [k for k, t in enumerate(args) if t is not None and t.requires_grad]
     got = [y, *torch.autograd.grad(y, [args[k] for k in needed], g)]
@@ -67,7 +68,7 @@ def test_any_gradients_alone(backend, needed):
     if any(needed):
         assert_same(args)
     else:
-        torch.testing.assert_close(batch_ensemble.linear(*args), reference(*args))
+        torch.testing.assert_close(op.linear(*args), reference(*args))
 
 
 def test_any_strides(backend):
@@ -106,7 +107,7 @@ def test_one_tensor_in_several_places(backend):
     args = (x.double(), square, scale, scale, scale)
     for create_graph in (False, True):
         results = []
-        for f in (batch_ensemble.linear, reference):
+        for f in (op.linear, reference):
             y = f(*args).pow(2).sum()
             results.append(torch.autograd.grad(y, [square, scale], create_graph=create_graph))
         torch.testing.assert_close(*results)
@@ -115,8 +116,8 @@ def test_one_tensor_in_several_places(backend):
 @pytest.mark.parametrize("bias", [True, False])
 def test_first_and_second_derivatives(backend, bias):
     args = inputs(2, 4, 3, 2, bias=bias)
-    assert torch.autograd.gradcheck(batch_ensemble.linear, args)
-    assert torch.autograd.gradgradcheck(batch_ensemble.linear, args)
+    assert torch.autograd.gradcheck(op.linear, args)
+    assert torch.autograd.gradgradcheck(op.linear, args)
 
 
 def test_gradients_accumulate_and_outlive_the_next_step(backend):
@@ -124,9 +125,9 @@ def test_gradients_accumulate_and_outlive_the_next_step(backend):
     weight, seen = args[1], []
     for _ in range(3):
         weight.grad = None
-        (once,) = torch.autograd.grad(batch_ensemble.linear(*args).sum(), weight)
+        (once,) = torch.autograd.grad(op.linear(*args).sum(), weight)
         for k in (1, 2):
-            batch_ensemble.linear(*args).sum().backward()
+            op.linear(*args).sum().backward()
             torch.testing.assert_close(weight.grad, k * once)
         seen.append(weight.grad)
     assert all(torch.equal(g, seen[0]) for g in seen)
@@ -138,7 +139,7 @@ def test_the_number_of_threads_changes_nothing(backend):
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            y = batch_ensemble.linear(*args)
+            y = op.linear(*args)
             results.append([y, *torch.autograd.grad(y.square().sum(), args)])
     finally:
         torch.set_num_threads(before)
@@ -148,19 +149,17 @@ def test_the_number_of_threads_changes_nothing(backend):
 
 @pytest.mark.parametrize("of_x", [True, False])
 def test_the_kernels_run(backend, of_x, monkeypatch):
-    calls, run = [], batch_ensemble._Linear.apply
-    monkeypatch.setattr(
-        batch_ensemble._Linear, "apply", lambda *args: calls.append(1) or run(*args)
-    )
+    calls, run = [], op._Linear.apply
+    monkeypatch.setattr(op._Linear, "apply", lambda *args: calls.append(1) or run(*args))
     x, *rest = inputs(2, 4, 5, 3)
-    batch_ensemble.linear(x.requires_grad_(of_x), *rest).sum().backward()
+    op.linear(x.requires_grad_(of_x), *rest).sum().backward()
     assert len(calls) == (backend == "native")
 
 
 @pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 def test_what_the_kernels_do_not_take(monkeypatch):
-    monkeypatch.setattr(batch_ensemble._Linear, "apply", None)
-    few = inputs(3, batch_ensemble.LEAST_ROWS - 1, 5, 3)
+    monkeypatch.setattr(op._Linear, "apply", None)
+    few = inputs(3, op.LEAST_ROWS - 1, 5, 3)
     empty = inputs(3, 0, 5, 3)
     half = inputs(2, 4, 5, 3, dtype=torch.bfloat16)
     transposed = inputs(2, 4, 5, 3)
@@ -170,12 +169,29 @@ def test_what_the_kernels_do_not_take(monkeypatch):
     assert_same(half, tolerance=3e-2)
     args = inputs(2, 4, 5, 3, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert batch_ensemble.linear(*args).dtype == torch.bfloat16
+        assert op.linear(*args).dtype == torch.bfloat16
     with torch.no_grad():
-        batch_ensemble.linear(*args)
+        op.linear(*args)
     mixed = [args[0].double(), *args[1:]]
     with pytest.raises(RuntimeError, match="dtype"):
-        batch_ensemble.linear(*mixed)
+        op.linear(*mixed)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 4, 40])
+def test_folded_weights(rows, bias, monkeypatch):
+    args = [None if t is None else t.detach() for t in inputs(3, rows, 6, 4, bias=bias)]
+    calls, run = [], op.folded_linear
+    monkeypatch.setattr(op, "folded_linear", lambda *args: calls.append(1) or run(*args))
+    with torch.no_grad():
+        y = op.linear(*args)
+        torch.testing.assert_close(y, reference(*args))
+        torch.testing.assert_close(run(*args), y)
+    assert len(calls) == (rows * (6 + 4) > op.FOLD * 6 * 4)
+    op.linear(*args)  # With gradients, they would be those of n weights.
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        op.linear(*(None if t is None else t.float() for t in args))
+    assert len(calls) == (rows * (6 + 4) > op.FOLD * 6 * 4)
 
 
 def test_forward_mode(backend):
@@ -187,7 +203,7 @@ def test_forward_mode(backend):
         dual = [
             torch.autograd.forward_ad.make_dual(a, t) for a, t in zip(args, tangents, strict=True)
         ]
-        y = batch_ensemble.plain_linear(*dual)
-        z = batch_ensemble.linear(*dual)
+        y = op.plain_linear(*dual)
+        z = op.linear(*dual)
         for out in (y, z):
             torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(out).tangent, expected)
