@@ -106,6 +106,29 @@ def test_autocast_leaves_mix_as_it_is():
     close(mixed, EF.mix(stacked, alpha), rtol=0, atol=0)
 
 
+def test_gradients_of_a_large_stack():
+    """Of a megabyte and more their memory is kept; the values are those of any other."""
+    stacked, alpha = rand(3, 300, 200), simplex(3)
+    kept = []
+    for _ in range(3):
+        out = EF.mix(stacked, alpha)
+        close(out, weighted(stacked, alpha))
+        g = torch.randn_like(out)
+        found = torch.autograd.grad(out, (stacked, alpha), g)
+        close(found, torch.autograd.grad(weighted(stacked, alpha), (stacked, alpha), g))
+        kept.append((found[0], found[0].clone()))
+    for grad, copy in kept:  # None was overwritten while it was in use.
+        assert torch.equal(grad, copy)
+    once = torch.autograd.grad(EF.mix(stacked, alpha).pow(2).sum(), alpha, create_graph=True)[0]
+    twice = torch.autograd.grad(weighted(stacked, alpha).pow(2).sum(), alpha, create_graph=True)[0]
+    close(
+        torch.autograd.grad(once.sum(), (stacked, alpha)),
+        torch.autograd.grad(twice.sum(), (stacked, alpha)),
+    )
+    (alone,) = torch.autograd.grad(EF.mix(stacked, alpha.detach()).sum(), stacked)
+    close(alone, alpha.detach().view(3, 1, 1).expand_as(stacked).contiguous())
+
+
 @pytest.mark.parametrize("shape", [(2,), (5, 2), (4,)])
 def test_mix_names_a_wrong_number_of_weights(shape):
     with pytest.raises(ValueError, match=rf"expected 3 weights .*got alpha \[{shape[0]}"):
