@@ -3,13 +3,15 @@
     pytest benchmarks/test_steps.py
     pytest benchmarks/test_steps.py -k "MLP and optimizer" --seconds 10
 
-A row's ratio is to the same plain network with torch.optim.SGD(momentum=0.9); GOALS holds what the
-optimizer's rows should reach with one thread on a machine that does nothing else. ``memory`` is a
-step's peak: parameters, the optimizer's state, gradients and activations, as torch allocates them.
-How to read the table: conftest.py.
+A row's ratio is to the same plain network with torch.optim.SGD(momentum=0.9): for BatchEnsemble on
+the same n * B rows, for a stacked ensemble to n such networks, one by one, each with its optimizer.
+``goal`` is what a row should reach with one thread on a machine that does nothing else. ``memory``
+is a step's peak: parameters, the optimizer's state, gradients and activations, as torch allocates
+them. How to read the table: conftest.py.
 """
 
 import copy
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from references import Eager, at_points, compiled, mixed
+from references import Eager, at_points, close, compiled, mixed
 from torch import Tensor, nn
 
 import ensemblayers as el
@@ -57,8 +59,14 @@ class Task:
     x: Tensor
     y: Tensor
     loss: Callable[[Tensor, Tensor], Tensor]
+    separate: bool = False  # Whether x and y are [n, B, ...], a batch a member.
     check_lr: float = 0.1  # A check's steps, that float32 shows well.
     tolerance: float = 1e-4  # Of what the steps change.
+
+    def of_member(self, i: int) -> "Task":
+        """Member i's own network and batch."""
+        x, y = (t[i] if self.separate else t for t in (self.x, self.y))
+        return dataclasses.replace(self, net=copy.deepcopy(self.net), x=x, y=y, separate=False)
 
     def training(self, call: Callable[[Tensor], Tensor], opt: torch.optim.Optimizer, **kw):
         def step():
@@ -79,6 +87,16 @@ def mlp(batch: int) -> Task:
 def square(batch: int) -> Task:
     x, y = torch.randn(2, batch, 2048)
     return Task(nn.Linear(2048, 2048), x, y, F.mse_loss)
+
+
+def convolutions(batch: int) -> Task:
+    blocks = []
+    for a, b in ((3, 16), (16, 32)):
+        blocks += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b)]
+        blocks += [nn.ReLU(), nn.MaxPool2d(2)]
+    net = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32 * 8 * 8, 10))
+    x, y = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
+    return Task(net, x, y, F.cross_entropy, tolerance=1e-2)
 
 
 def resnet18(batch: int) -> Task:
@@ -123,8 +141,7 @@ def einsum(task: Task, n: int, compile: bool = False) -> Training:
 
 
 def loop(task: Task, n: int) -> Training:
-    tasks = [copy.deepcopy(task) for _ in range(n)]
-    each = [one_network(t) for t in tasks]
+    each = [one_network(task.of_member(i)) for i in range(n)]
 
     def step():
         for training in each:
@@ -134,6 +151,22 @@ def loop(task: Task, n: int) -> Training:
         return [torch.cat(rows) for rows in zip(*(t.vertices() for t in each), strict=True)]
 
     return Training(step, [opt for t in each for opt in t.optimizers], vertices)
+
+
+def stacked(task: Task, n: int) -> Training:
+    model = el.to_stacked(task.net, n=n)
+    opt = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+
+    def step():
+        opt.zero_grad()
+        outputs = model(task.x, shared=not task.separate)
+        if task.separate:
+            sum(map(task.loss, outputs, task.y)).backward()
+        else:
+            el.ensemble_loss(task.loss, outputs, task.y).backward()
+        opt.step()
+
+    return Training(step, [opt], lambda: [p.detach() for p in model.parameters()])
 
 
 def _stacked(task: Task, model: nn.Module, call: Callable, alpha: Callable) -> Training:
@@ -175,6 +208,82 @@ def test_step(compare, case, name, tmp_path):
     )
 
 
+STACKED = {
+    **{f"MLP, B={b}": partial(mlp, b) for b in (10, 64, 512)},
+    "convolutions, B=16": partial(convolutions, 16),
+    "resnet18, B=16": partial(resnet18, 16),
+}
+
+
+@pytest.mark.parametrize("batches", ["shared", "separate"])
+@pytest.mark.parametrize("case", STACKED, ids=lambda v: v.replace(" ", ""))
+def test_stacked_step(compare, case, batches):
+    n, task = 3, STACKED[case]()
+    if batches == "separate":
+        x, y = (
+            torch.stack([t[torch.randperm(len(t))] for _ in range(n)]) for t in (task.x, task.y)
+        )
+        task = dataclasses.replace(task, x=x, y=y, separate=True)
+    candidate, baseline = stacked(task, n), loop(task, n)
+    for training in (candidate, baseline):
+        check(task, training)
+    compare(
+        f"{case}, {batches}",
+        (f"StackedEnsemble n={n}", candidate.step),
+        (f"{n} networks", baseline.step),
+        check=lambda: None,
+        seconds=3.0,
+        goal=1.0,
+    )
+
+
+MEMBERS = 4
+SHARED = {
+    **{f"MLP, B={b}": partial(mlp, b * MEMBERS) for b in (10, 64, 512)},
+    **{f"2048x2048, B={b}": partial(square, b * MEMBERS) for b in (10, 64, 512)},
+}
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda v: v.replace(" ", ""))
+def test_batch_ensemble_step(compare, case):
+    task = SHARED[case]()
+    model = el.to_batch_ensemble(task.net, n=MEMBERS)
+    opt = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    candidate, baseline = task.training(model, opt, vertices=list), one_network(task)
+    check(task, baseline)
+    check_batch_ensemble(task, model, candidate)
+    compare(
+        f"{case}x{MEMBERS}",
+        (f"to_batch_ensemble n={MEMBERS}", candidate.step),
+        ("one network", baseline.step),
+        check=lambda: None,
+        seconds=3.0,
+        goal=1.15,
+    )
+
+
+def check_batch_ensemble(task: Task, model: el.BatchEnsemble, training: Training) -> None:
+    """Compare a step's gradients with those of each member's weights, written out in float64."""
+    training.step()
+    names, params = zip(*model.module.named_parameters(), strict=True)
+    training.optimizers[0].zero_grad()
+    task.loss(model(task.x), task.y).backward()
+    exact = {k: p.detach().double().requires_grad_() for k, p in zip(names, params, strict=True)}
+    net = copy.deepcopy(task.net).double()
+    outputs = []
+    for i, rows in enumerate(task.x.double().chunk(MEMBERS)):
+        own = []
+        for name, _ in net.named_parameters():
+            layer = name.rpartition(".")[0]
+            fast = [exact[f"{layer}.{k}".lstrip(".")][i] for k in ("s", "r")]
+            of_bias = name.endswith("bias")
+            own.append(exact[name][i] if of_bias else exact[name] * torch.outer(*fast))
+        outputs += at_points(net, [own], rows)
+    y = task.y.double() if task.y.is_floating_point() else task.y
+    task.loss(torch.cat(outputs), y).backward()
+    close([p.grad for p in params], [exact[k].grad for k in names], 1e-4, "gradient")
+
+
 def check(task: Task, training: Training, steps: int = 2) -> None:
     """Compare what some steps change with momentum SGD on the vertices, written out in float64."""
     net = copy.deepcopy(task.net).double()
@@ -193,9 +302,10 @@ def check(task: Task, training: Training, steps: int = 2) -> None:
         n = len(vertices[0])
         points = torch.eye(n) if alpha is None else alpha.detach()[None]
         gradients = [torch.zeros_like(v) for v in vertices]
-        for point in points.double():
+        for i, point in enumerate(points.double()):
             own = [p.requires_grad_() for p in mixed(point, vertices)]
-            value = task.loss(at_points(net, [own], x)[0], y)
+            rows, target = (t[i] if task.separate else t for t in (x, y))
+            value = task.loss(at_points(net, [own], rows)[0], target)
             for g, total in zip(torch.autograd.grad(value, own), gradients, strict=True):
                 total += point.view(-1, *(1,) * g.dim()) * g
         for v, m, g in zip(vertices, moments, gradients, strict=True):

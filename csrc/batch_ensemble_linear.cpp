@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -51,6 +52,11 @@ const V* data(const Tensor& t) {
 template <class V>
 V* mutable_data(const Tensor& t) {
   return static_cast<V*>(t.mutable_data_ptr());
+}
+
+template <class V>
+std::unique_ptr<V[]> uninitialized(int64_t count) {
+  return std::unique_ptr<V[]>(new V[count]);
 }
 
 // The columns [first, first + kColumns) of a row, zero beyond the last.
@@ -129,10 +135,10 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
   V *dw = mutable_data<V>(d_weight), *dr = mutable_data<V>(d_r);
 
   // g by tiles of kRows outputs: [tiles, rows, kRows].
-  std::vector<V> packed(tiles * rows * kRows);
+  const auto packed = uninitialized<V>(tiles * rows * kRows);
   torch::stable::parallel_for(0, tiles, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      V* to = packed.data() + t * rows * kRows;
+      V* to = packed.get() + t * rows * kRows;
       const int64_t count = std::min<int64_t>(kRows, out - t * kRows);
       for (int64_t j = 0; j < rows; ++j, to += kRows) {
         const V* from = g + j * out + t * kRows;
@@ -147,7 +153,7 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
   const int64_t fit = kCache / (rows * kColumns * static_cast<int64_t>(sizeof(V)));
   const int64_t group = std::clamp<int64_t>(fit, 1, kGroup);
   torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    std::vector<V> x_panels(group * rows * kColumns);
+    const auto x_panels = uninitialized<V>(group * rows * kColumns);
     std::vector<V> r_panels(group * n * kColumns), sums(group * n * kColumns);
     for (int64_t p = begin; p < end; p += group) {
       const int64_t here = std::min(group, end - p);
@@ -162,7 +168,7 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
       std::fill(sums.begin(), sums.end(), V(0));
       for (int64_t t = 0; t < tiles; ++t) {
         for (int64_t k = 0; k < here; ++k) {
-          tile_of_weights<V>(packed.data() + t * rows * kRows, &x_panels[k * rows * kColumns],
+          tile_of_weights<V>(packed.get() + t * rows * kRows, &x_panels[k * rows * kColumns],
                              &r_panels[k * n * kColumns], &sums[k * n * kColumns], w, dw, n, each,
                              out, in, t * kRows, (p + k) * kColumns);
         }
