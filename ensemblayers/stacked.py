@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -86,13 +87,14 @@ class StackedEnsemble(PlainKeys):
     def forward(self, *args: Any, shared: bool | None = None, **kwargs: Any) -> Any:
         if shared is None:
             shared = self._is_shared(args, kwargs)
-        in_dims = pytree.tree_map(lambda leaf: self._in_dim(leaf, shared), (args, kwargs))
-        if self._use_vmap():
-            return self._vmap(in_dims, args, kwargs)
-        if self.strategy == "auto" and not self._skeletons:
+        use_vmap = self._use_vmap()
+        if self.strategy == "auto" and not use_vmap and not self._skeletons:
             outputs = self._batched(args, kwargs, shared)
             if outputs is not None:
                 return outputs
+        in_dims = pytree.tree_map(lambda leaf: self._in_dim(leaf, shared), (args, kwargs))
+        if use_vmap:
+            return self._vmap(in_dims, args, kwargs)
         return self._loop(in_dims, args, kwargs)
 
     def reset_parameters(self, members: Iterable[int] | None = None) -> None:
@@ -186,13 +188,15 @@ class StackedEnsemble(PlainKeys):
 
     def _use_vmap(self) -> bool:
         if self.strategy == "auto":
-            first = next((t for d in self._tensors() for t in d.values()), None)
+            tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+            first = next(tensors, None)
             return self._vmaps and first is not None and first.device.type != "cpu"
         return self.strategy == "vmap" and self._vmaps
 
     def _batched(self, args: Any, kwargs: Any, shared: bool) -> Tensor | None:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return None
+        self._in_dim(args[0], shared)
         layers = batched_layers(self.module, args[0])
         return None if layers is None else run_batched(layers, args[0], self.n, shared)
 
