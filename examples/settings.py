@@ -87,7 +87,7 @@ _ROTATED = {
     "subspace-connectivity": _subspace(decay=0.95, dropout=0.0, momentum=0.8, previous=0.85),
     "batch-ensemble": replace(_BATCH_ENSEMBLE, lr=0.01),
 }
-# Here 10 steps of the second phase, by pilots (PILOTS.md): 40 forget less and learn much less.
+# Here 10 steps of the second phase, by pilots (PILOTS.md): 40 learn less and forget no less.
 _PERMUTED = {
     **_BASELINES,
     "mc-sgd": _fewer_steps(_mc_sgd(decay=0.8, dropout=0.25, previous=0.25)),
