@@ -42,6 +42,7 @@ class Mixed(NamedTuple):
     """A mixed parameter, and when: its version, whether in a graph, whether in training."""
 
     value: Tensor
+    of: Tensor  # The parameter itself: another one may get its id.
     version: int
     grad: bool
     training: bool
@@ -141,7 +142,7 @@ class Point:
     def before_forward(self, module: nn.Module, args: tuple) -> None:
         """Forward pre-hook of the model that owns a shared point."""
         self.begin(module)
-        if self.at_once:
+        if self.at_once and not torch.compiler.is_compiling():
             self._mix_all(module)
 
     def _mix_all(self, model: nn.Module) -> None:
@@ -155,13 +156,13 @@ class Point:
             alpha = self.current(stacks[0])
             if alpha.dim() == 1:
                 for p, mixed in zip(stacks, mix_all(stacks, alpha), strict=True):
-                    self.mixes[id(p)] = Mixed(mixed, *self._state(p))
+                    self.mixes[id(p)] = Mixed(mixed, p, *self._state(p))
 
     def mixed(self, p: Tensor) -> Tensor:
         """A stacked parameter at the point in force, ``[n]``."""
         # Of this pass, or of the last one, for a part of it that is computed again.
         found = self.mixes.get(id(p)) if self.mixes else None
-        if found and found[1:] == self._state(p):
+        if found and found.of is p and found[2:] == self._state(p):
             return found.value
         return mix(p, self.current(p))
 

@@ -656,3 +656,20 @@ def test_weights_mixed_at_once_under_checkpointing(pair):
     el.share_point(wrapped[0], at_once=True)
     el.share_point(wrapped[1])
     same(*wrapped, lambda m: m(x))
+
+
+def test_weights_mixed_at_once_are_of_the_very_parameter():
+    model = el.to_subspace(nn.Sequential(nn.Conv1d(1, 1, 1, bias=False)), n=2).eval()
+    el.share_point(model, at_once=True)
+    x = torch.ones(1, 1, 1)
+    for _ in range(20):  # A new tensor may get the id of the last one.
+        torch.func.functional_call(model, {"0.weight": torch.ones(2, 1, 1, 1)}, (x,))
+        fives = {"weight": torch.full((2, 1, 1, 1), 5.0)}
+        assert torch.func.functional_call(model[0], fives, (x,)).item() == 5
+
+
+def test_weights_mixed_at_once_compile(pair):
+    model, twin, _ = pair
+    x = torch.randn(4, 3, 4, 4, dtype=torch.float64)
+    compiled = torch.compile(model.eval(), fullgraph=True, backend="aot_eager")
+    close(compiled(x), twin.eval()(x))

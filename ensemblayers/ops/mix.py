@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
 from .._gradients import LARGE, gradient_memory, writes_gradients
@@ -136,7 +137,8 @@ def mix_all(stacks: Sequence[Tensor], alpha: Tensor) -> list[Tensor]:
         - stacks: ``[n, *shape]`` each, alpha: ``[n]``
         - Output: ``[*shape]`` each
     """
-    if torch.compiler.is_compiling() or transformed():
+    plain = torch.compiler.is_compiling() or transformed() or forward_ad._current_level >= 0
+    if plain or any(t.is_complex() for t in (alpha, *stacks)):
         return [mix(stacked, alpha) for stacked in stacks]
     return list(_MixAll.apply(alpha, *stacks))
 

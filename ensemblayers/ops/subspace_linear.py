@@ -19,6 +19,7 @@ or, for many rows (:func:`gradient_algorithm`), the library's product and one pa
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -213,7 +214,7 @@ def subspace_linear(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tenso
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if alpha.dim() == 2 and x.dim() > 2:
-        alpha = alpha.repeat_interleave(x.shape[1:-1].numel(), 0, output_size=len(rows))
+        alpha = alpha.repeat_interleave(math.prod(x.shape[1:-1]), 0, output_size=len(rows))
     return rows_linear(rows, weight, bias, alpha).view(*x.shape[:-1], weight.shape[1])
