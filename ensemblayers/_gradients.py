@@ -34,23 +34,31 @@ def gradient_memory(leaf: Tensor) -> Tensor:
     return out
 
 
-def writes_gradients(*leaves: Tensor | None) -> bool:
-    """Whether gradients may be written straight into memory: in plain eager mode only.
+def writes_gradients(*tensors: Tensor | None) -> bool:
+    """Whether gradients may be written straight into memory: of plain tensors in eager mode.
 
-    torch.func's transforms and torch.compile have to see the operations themselves, and so has
-    forward-mode differentiation.
+    torch.func's transforms, torch.compile, tracers, fake tensors and other dispatch modes have to
+    see the operations themselves, and so has forward-mode differentiation.
     """
-    return not (
-        torch.compiler.is_compiling()
+    if (
+        not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
         or torch.autograd.forward_ad._current_level >= 0
-    ) and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+    ):
+        return False
+    given = [t for t in tensors if t is not None]
+    return all(type(t) in _PLAIN for t in given) and any(t.requires_grad for t in given)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def unbind(stacked: Tensor) -> tuple[Tensor, ...]:
     """``stacked.unbind(0)``, with the gradients stacked into memory that is kept."""
     large = stacked.numel() * stacked.element_size() >= LARGE and stacked.device.type == "cpu"
-    if large and stacked.is_leaf and torch.is_grad_enabled() and writes_gradients(stacked):
+    if large and stacked.is_leaf and writes_gradients(stacked):
         return _Unbind.apply(stacked)
     return stacked.unbind(0)
 

@@ -223,7 +223,7 @@ def stacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """
     rows = x.reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])
     autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
-    if writes_gradients(x, weight, bias) and torch.is_grad_enabled() and not autocast:
+    if writes_gradients(x, weight, bias) and not autocast:
         y = _StackedLinear.apply(rows, weight, bias)
     else:
         y = _stacked_product(rows, weight, bias)

@@ -6,9 +6,11 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import VisionTransformer
 
 import ensemblayers as el
@@ -366,6 +368,20 @@ def test_transforms_and_forward_mode(strategy):
     with torch.autograd.forward_ad.dual_level():
         y = ensemble(torch.autograd.forward_ad.make_dual(x, t))
         torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(y).tangent, expected)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_fake_tensors_and_counters_see_the_operations(strategy):
+    ensemble = el.StackedEnsemble([nn.Linear(512, 300) for _ in range(3)], strategy=strategy)
+    x = torch.randn(7, 512)
+    with FlopCounterMode(display=False) as counter:
+        ensemble(x).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 2 * 7 * 512 * 300
+    with FakeTensorMode():
+        ensemble = el.StackedEnsemble([nn.Linear(512, 300) for _ in range(3)], strategy=strategy)
+        y = ensemble(torch.empty(7, 512))
+        y.sum().backward()
+    assert y.shape == (3, 7, 300) and ensemble.module.weight.grad.shape == (3, 300, 512)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -2,6 +2,9 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from ensemblayers.ops import batch_ensemble_linear as op
 from ensemblayers.ops import native
@@ -207,3 +210,22 @@ def test_forward_mode(backend):
         z = op.linear(*dual)
         for out in (y, z):
             torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(out).tangent, expected)
+
+
+def test_tracers_and_fake_tensors_see_the_operations(backend):
+    args = [t.detach().requires_grad_() for t in inputs(2, 4, 5, 3)]
+
+    def gradients(*args):
+        y = op.linear(*args).pow(2).sum()
+        return torch.autograd.grad(y, args)
+
+    traced = make_fx(gradients)(*args)
+    torch.testing.assert_close(traced(*args), gradients(*args))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(t) for t in args]
+        shapes = [g.shape for g in gradients(*fake)]
+    assert shapes == [t.shape for t in args]
+    assert [g.shape for g in gradients(*fake)] == shapes  # Outside of the mode, too.
+    with FlopCounterMode(display=False) as counter:
+        op.linear(*args).sum().backward()
+    assert counter.get_total_flops() >= 3 * 2 * 8 * 5 * 3
