@@ -293,8 +293,11 @@ def _scale(x: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
     """Scale the channels of a folded batch as its members do, then shift them, in x's dtype."""
     # An empty batch leaves no -1 to infer.
     members = x.unflatten(0, (len(scale), x.shape[0] // len(scale)))
-    scale, shift = (None if t is None else _align(t, members.dim(), at=2) for t in (scale, shift))
-    return ops.batch_ensemble_linear.shifted(members, scale, shift).flatten(0, 1)
+    # Not torch.addcmul, which is slow for factors that are constant along the last dimension.
+    out = members * _align(scale, members.dim(), at=2).to(x.dtype)
+    if shift is not None:
+        out = out + _align(shift, members.dim(), at=2).to(x.dtype)
+    return out.flatten(0, 1)
 
 
 def _align(rows: Tensor, dim: int, *, at: int) -> Tensor:

@@ -29,13 +29,9 @@ def plain_linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor |
     n, (rows, inner) = len(r), x.shape
     scaled = x.reshape(n, rows // n, inner) * r.unsqueeze(1).to(x.dtype)
     y = torch.nn.functional.linear(scaled, weight)
-    return shifted(y, s.unsqueeze(1), None if bias is None else bias.unsqueeze(1)).flatten(0, 1)
-
-
-def shifted(y: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
-    """``y * s + bias`` in y's dtype, which under autocast is not that of the others."""
-    s = s.to(y.dtype)
-    return y * s if bias is None else torch.addcmul(bias.to(y.dtype), y, s)
+    s = s.unsqueeze(1).to(y.dtype)  # Under autocast y's dtype is not that of the others.
+    shifted = y * s if bias is None else torch.addcmul(bias.unsqueeze(1).to(y.dtype), y, s)
+    return shifted.flatten(0, 1)
 
 
 def linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
