@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ._transforms import has_tangents, is_recorded, transformed
+
 LARGE = 1 << 20  # Bytes from which on reuse pays.
 _kept = WeakTensorKeyDictionary()
 _users = getattr(torch._C, "_storage_Use_Count", None)
@@ -43,9 +45,9 @@ def writes_gradients(*tensors: Tensor | None) -> bool:
     if (
         not torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
-        or torch.autograd.forward_ad._current_level >= 0
+        or transformed()
+        or has_tangents()
     ):
         return False
     given = [t for t in tensors if t is not None]
@@ -72,7 +74,7 @@ class _Unbind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        if torch.is_grad_enabled():  # For a second derivative.
+        if is_recorded(*grads):
             zero = torch.zeros_like(ctx.stacked[0])
             return torch.stack([zero if g is None else g for g in grads])
         out = gradient_memory(ctx.stacked)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import ops
 from ._gradients import gradient_memory, writes_gradients
+from ._transforms import is_recorded
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -58,6 +59,11 @@ def subspace_linear(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tenso
     tensor([[3., 3., 3., 3.],
             [3., 3., 3., 3.]])
     """
+    if alpha.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"expected {weight.shape[0]} weights for weight {list(weight.shape)}, "
+            f"got alpha {list(alpha.shape)}"
+        )
     if alpha.dim() == 2:
         check_points(x, alpha)
     if ops.subspace_linear.takes(x, weight, bias, alpha):
@@ -249,10 +255,9 @@ class _StackedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         d_weight = None
-        if needs[1] and torch.is_grad_enabled():  # For a second derivative.
-            d_weight = torch.bmm(grad.mT, x)
-        elif needs[1]:
-            d_weight = torch.bmm(grad.mT, x, out=gradient_memory(weight))
+        if needs[1]:
+            out = None if is_recorded(grad) else gradient_memory(weight)
+            d_weight = torch.bmm(grad.mT, x, out=out)
         d_x = torch.bmm(grad, weight) if needs[0] else None
         return d_x, d_weight, grad.sum(1) if needs[2] else None
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +38,6 @@ def sample_simplex(
     return e / e.sum(-1, keepdim=True)
 
 
-class Mixed(NamedTuple):
-    """A mixed parameter, and when: its version, whether in a graph, whether in training."""
-
-    value: Tensor
-    of: Tensor  # The parameter itself: another one may get its id.
-    version: int
-    grad: bool
-    training: bool
-
-
 class Point:
     """The point of the simplex at which subspace layers mix their n weight sets.
 
@@ -77,7 +67,7 @@ class Point:
         self.drawn: Tensor | None = None
         self.fixed: Tensor | None = None
         self.at_once = False
-        self.mixes: dict[int, Mixed] = {}
+        self.mixes: dict[Tensor, Tensor] = {}  # In a forward pass, what was mixed at once.
 
     @property
     def alpha(self) -> Tensor:
@@ -136,8 +126,6 @@ class Point:
             # A new tensor, not an update in place: an earlier graph may still need the old one.
             like = next(owner.parameters(), None)
             self.drawn = sample_simplex(self.n, **self._device_dtype(like))
-        if self.mixes:
-            self.mixes = {}
 
     def before_forward(self, module: nn.Module, args: tuple) -> None:
         """Forward pre-hook of the model that owns a shared point."""
@@ -156,18 +144,19 @@ class Point:
             alpha = self.current(stacks[0])
             if alpha.dim() == 1:
                 for p, mixed in zip(stacks, mix_all(stacks, alpha), strict=True):
-                    self.mixes[id(p)] = Mixed(mixed, p, *self._state(p))
+                    self.mixes[p] = mixed
+
+    def after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Forward hook of a model whose weights are mixed at once."""
+        self.mixes = {}
 
     def mixed(self, p: Tensor) -> Tensor:
         """A stacked parameter at the point in force, ``[n]``."""
-        # Of this pass, or of the last one, for a part of it that is computed again.
-        found = self.mixes.get(id(p)) if self.mixes else None
-        if found and found.of is p and found[2:] == self._state(p):
-            return found.value
+        found = self.mixes.get(p) if self.mixes else None
+        # One that was mixed without a graph is no use in a block that makes one.
+        if found is not None and (found.requires_grad or not torch.is_grad_enabled()):
+            return found
         return mix(p, self.current(p))
-
-    def _state(self, p: Tensor) -> tuple[int, bool, bool]:
-        return p._version, torch.is_grad_enabled(), self.owner is not None and self.owner.training
 
     @staticmethod
     def _device_dtype(like: Tensor | None) -> dict[str, Any]:
@@ -234,7 +223,9 @@ def share_point(model: nn.Module, point: Point | None = None, *, at_once: bool =
         point: a point to share, by default a new one.
         at_once: mix the weights of all layers but the linear ones at the beginning of a forward
             pass, on CUDA in one launch. Worth it where launches cost more than what they do: many
-            small layers. All gradients then come at once, at the end of the backward pass.
+            small layers. All gradients then come at once, at the end of the backward pass: one
+            backward pass a forward pass. Activation checkpointing, which would mix anew, is not
+            for such a model.
 
     Returns:
         The shared point.
@@ -258,14 +249,18 @@ def share_point(model: nn.Module, point: Point | None = None, *, at_once: bool =
             module.subspace_point = point
     # First, as other hooks may read parameters at the point (old-style weight_norm does).
     model.register_forward_pre_hook(point.before_forward, prepend=True)
+    if at_once:
+        model.register_forward_hook(point.after_forward, always_call=True)
     return point
 
 
 def drop_point_hooks(module: nn.Module) -> None:
     """Remove the hooks by which a module draws its point."""
-    hooks = module._forward_pre_hooks
-    for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", 0), Point)]:
-        del hooks[key]
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        own = [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", 0), Point)]
+        for key in own:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
 
 
 def set_point(

@@ -138,6 +138,12 @@ def test_mix_names_a_wrong_number_of_weights(shape):
 # subspace_linear
 
 
+@pytest.mark.parametrize("shape", [(2,), (4, 2)])
+def test_subspace_linear_names_a_wrong_number_of_weights(shape):
+    with pytest.raises(ValueError, match=r"expected 3 weights .*got alpha"):
+        EF.subspace_linear(rand(4, 5), rand(3, 2, 5), None, torch.zeros(shape))
+
+
 @property_test
 @given(
     n=st.integers(1, 4),

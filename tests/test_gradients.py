@@ -102,3 +102,35 @@ def test_gradients_that_are_kept_keep_their_values(strategy):
         assert torch.equal(g, torch.full(SHAPE, 4.0 * (k + 1)))
     y.sum().backward()
     assert torch.equal(weight.grad, torch.full(SHAPE, 24.0))
+
+
+LARGE_LAYERS = {
+    "subspace": (lambda: el.SubspaceLinear(512, 256, n=3), (2, 512)),
+    "stacked": (lambda: el.StackedEnsemble([nn.Linear(512, 256) for _ in range(3)]), (2, 512)),
+    "loop": (
+        lambda: el.StackedEnsemble([nn.Linear(512, 256) for _ in range(3)], strategy="loop"),
+        (2, 512),
+    ),
+    "batch_ensemble": (lambda: el.BatchEnsembleLinear(512, 1024, n=2), (8, 512)),
+    "at_once": (lambda: at_once(nn.Conv1d(512, 256, 1)), (2, 512, 1)),
+}
+
+
+def at_once(layer):
+    model = el.to_subspace(nn.Sequential(layer), n=3)
+    el.share_point(model, at_once=True)
+    return model
+
+
+@pytest.mark.parametrize("name", LARGE_LAYERS)
+def test_a_batch_of_gradients(name):
+    """Each is that of its own backward pass: memory that was made outside can't hold them all."""
+    build, shape = LARGE_LAYERS[name]
+    model = build().double().eval()
+    y = model(torch.randn(*shape, dtype=torch.float64))
+    parameters = list(model.parameters())
+    many = torch.randn(2, *y.shape, dtype=torch.float64)
+    batched = torch.autograd.grad(y, parameters, many, is_grads_batched=True, retain_graph=True)
+    for k, g in enumerate(many):
+        one = torch.autograd.grad(y, parameters, g, retain_graph=True)
+        torch.testing.assert_close([b[k] for b in batched], list(one))

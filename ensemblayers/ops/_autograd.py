@@ -2,9 +2,8 @@
 
 The kernels are registered with torch as opaque operations (for a CPU, for CUDA, and for tensors
 without data), so that torch.compile and torch.export carry them along. Around them stands an
-``autograd.Function``, and another one around its backward pass for the second derivative: plain
-functions of tensors would not do, as ``torch.library.register_autograd`` composes neither with
-``torch.func`` nor with a second derivative.
+``autograd.Function``, and another one around its backward pass for the second derivative:
+``torch.library.register_autograd`` would compose neither with that nor with ``torch.func``.
 """
 
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+
+from .._transforms import transformed
 
 LIBRARY = torch.library.Library("ensemblayers", "FRAGMENT")
 
@@ -111,25 +112,17 @@ def differentiable(
     EagerForward = _eager(Forward)
 
     def function(*inputs: Tensor | None) -> Tensor:
-        given = [t for t in inputs if t is not None]
-        keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if not (keep or transformed()):
             return forward(*inputs, False)[0]
-        if torch.compiler.is_compiling():
-            return Forward.apply(*inputs, keep)[0]
         return _twin(Forward, EagerForward).apply(*inputs, keep)[0]
 
     return function
 
 
-def transformed() -> bool:
-    """Whether a transform of torch.func is at work."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def _twin(function: type[Function], eager: type[Function]) -> type[Function]:
-    """Outside of transforms the older form of a Function, which costs half as much a call."""
-    return function if transformed() else eager
+    """In plain eager mode the older form of a Function, which costs half as much a call."""
+    return function if torch.compiler.is_compiling() or transformed() else eager
 
 
 def _eager(function: type[Function]) -> type[Function]:

@@ -6,7 +6,8 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from .._transforms import has_tangents
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -18,7 +19,7 @@ def takes(*tensors: Tensor | None) -> bool:
         all(t.is_cuda and t.dtype in _FLOATS and t.layout == torch.strided for t in present)
         and not any(t.is_nested for t in present)
         # A kernel has no forward-mode derivative.
-        and forward_ad._current_level < 0
+        and not has_tangents()
         and usable(present[0].device)
     )
 

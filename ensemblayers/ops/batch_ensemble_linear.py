@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._gradients import gradient_memory, writes_gradients
+from .._transforms import is_recorded
 from . import native
 
 LEAST_ROWS = 4  # A member's, from which on the C++ kernels are faster.
@@ -96,7 +97,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         *inputs, y = ctx.saved_tensors
         of_x, of_weight, of_r, of_s, of_bias = needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # For a second derivative.
+        if is_recorded(grad):
             return _differentiable(grad, inputs, needs)
         x, weight, r, s, _ = inputs
         d_weight = gradient_memory(weight) if of_weight or of_r else None
@@ -113,11 +114,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _differentiable(grad: Tensor, inputs: list[Tensor | None], needs: tuple[bool, ...]):
-    # Views, since one tensor may be several of the inputs.
-    own = [None if t is None else t.view_as(t) for t in inputs]
     wanted = [k for k, need in enumerate(needs) if need]
-    found = torch.autograd.grad(
-        plain_linear(*own), [own[k] for k in wanted], grad, create_graph=True
-    )
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, since one tensor may be several of the inputs.
+        own = [None if t is None else t.view_as(t) for t in inputs]
+        y = plain_linear(*own)
+    found = torch.autograd.grad(y, [own[k] for k in wanted], grad, create_graph=again)
     gradients = dict(zip(wanted, found, strict=True))
     return tuple(gradients.get(k) for k in range(len(inputs)))

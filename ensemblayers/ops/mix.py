@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
 from .._gradients import LARGE, gradient_memory, writes_gradients
+from .._transforms import has_tangents, is_recorded, transformed
 from . import _triton
-from ._autograd import define, differentiable, transformed
+from ._autograd import define, differentiable
 
 
 def plain_mix(stacked: Tensor, alpha: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class _LargeMix(Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (stacked, alpha), needs = ctx.saved_tensors, list(ctx.needs_input_grad)
-        if torch.is_grad_enabled():  # For a second derivative.
+        if is_recorded(grad):
             found = plain_mix_backward(grad, stacked, alpha, needs)
         else:
             _, d_alpha = plain_mix_backward(grad, stacked, alpha, [False, needs[1]])
@@ -137,7 +137,7 @@ def mix_all(stacks: Sequence[Tensor], alpha: Tensor) -> list[Tensor]:
         - stacks: ``[n, *shape]`` each, alpha: ``[n]``
         - Output: ``[*shape]`` each
     """
-    plain = torch.compiler.is_compiling() or transformed() or forward_ad._current_level >= 0
+    plain = torch.compiler.is_compiling() or transformed() or has_tangents()
     if plain or any(t.is_complex() for t in (alpha, *stacks)):
         return [mix(stacked, alpha) for stacked in stacks]
     return list(_MixAll.apply(alpha, *stacks))
@@ -154,9 +154,7 @@ class _MixAll(Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         alpha, *stacks = ctx.saved_tensors
-        if torch.is_grad_enabled():  # A second derivative sees through the definition.
-            return _plain_mix_all_backward(grads, stacks, alpha)
-        if _triton.takes(alpha, *stacks):
+        if not is_recorded(*grads) and _triton.takes(alpha, *stacks):
             d_stacks, d_alpha = _triton.module("mix").mix_all_backward(grads, stacks, alpha)
             return d_alpha, *d_stacks
         return _plain_mix_all_backward(grads, stacks, alpha)

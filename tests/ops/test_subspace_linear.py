@@ -126,6 +126,18 @@ def test_the_mix_of_many_at_once():
     close(compiled(alpha, *stacks), ours(alpha, *stacks))
 
 
+@every_kind
+def test_a_batch_of_gradients(each, bias):
+    given = [t for t in leaves(inputs(each, bias)) if t is not None]
+    x, weight, *b, alpha = given
+    y = linear(x, weight, b[0] if b else None, alpha)
+    many = rand(2, *y.shape)
+    batched = torch.autograd.grad(y, given, many, is_grads_batched=True, retain_graph=True)
+    for k, g in enumerate(many):
+        one = torch.autograd.grad(y, given, g, retain_graph=True)
+        close(tuple(t[k] for t in batched), one)
+
+
 def test_a_third_derivative():
     x, weight, bias, alpha = leaves(inputs(False, rows=2, outs=2, ins=2, n=2))
 
