@@ -13,23 +13,19 @@ wrong is reported as wrong, without a time.
 """
 
 import argparse
-import dataclasses
-import datetime
-import json
+import functools
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 if "--toy" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor, nn
 
 import ensemblayers as el
@@ -37,143 +33,12 @@ from ensemblayers.ops import mix_next, mix_triton, subspace_linear, tuning
 from ensemblayers.ops import subspace_linear_triton as kernels
 from examples.models import mlp, reduced_resnet
 
-from .clock import Clock, Prepared, Time
+from .clock import Prepared
+from .gpu_bench import Bench, Plan, Report, error
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests/ops", "tests/test_optim.py"]
-
-
-@dataclasses.dataclass
-class Plan:
-    """What is run, and for how long."""
-
-    sizes: tuple[int, ...] = (1024, 4096)
-    batches: tuple[int, ...] = (10, 128, 1024, 8192)
-    members: tuple[int, ...] = (3, 5, 10)
-    dtypes: tuple[str, ...] = ("bf16", "tf32")
-    rounds: int = 15
-    seconds: float = 8 * 60
-    # Shares of the time: a section that meets its end stops, and the next one begins.
-    ends: tuple[float, ...] = (0.03, 0.28, 0.5, 0.7, 0.88, 0.95, 1.0)
-    copy: int = 2**28  # elements
-    product: int = 8192
-    mlp: tuple[int, int] = (784, 256)  # features in, hidden
-    width: int = 20  # of the ResNet
-
-    @staticmethod
-    def quick() -> "Plan":
-        few = Plan(sizes=(4096,), batches=(10, 1024), members=(3,), dtypes=("bf16",), rounds=7)
-        ends = (0.05, 0.45, 0.45, 0.65, 0.85, 0.95, 1.0)
-        return dataclasses.replace(few, seconds=90, ends=ends)
-
-    @staticmethod
-    def toy() -> "Plan":
-        few = Plan(sizes=(32,), batches=(4,), members=(2,), rounds=2, seconds=300)
-        return dataclasses.replace(few, copy=2**10, product=32, mlp=(20, 8), width=1)
-
-
-class Report:
-    """Rows of results, written after each."""
-
-    def __init__(self, folder: Path, card: str) -> None:
-        self.path = folder / card
-        self.about = {
-            "card": card,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "date": datetime.date.today().isoformat(),
-        }
-        self.sections: dict[str, list[dict[str, Any]]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def add(self, section: str, **row: Any) -> None:
-        """Print and store a row."""
-        self.sections.setdefault(section, []).append(row)
-        print(f"{section}: " + ", ".join(f"{k} {_cell(v)}" for k, v in row.items()), flush=True)
-        self.write()
-
-    def write(self) -> None:
-        data = {**self.about, "sections": self.sections}
-        self.path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-        about = ", ".join(f"{k} {v}" for k, v in self.about.items() if k != "card")
-        lines = [f"# {self.about['card']}", "", about]
-        for name, rows in self.sections.items():
-            keys = list(dict.fromkeys(k for row in rows for k in row))
-            lines += ["", f"## {name}", "", "| " + " | ".join(keys) + " |"]
-            lines += ["| " + " | ".join("---" for _ in keys) + " |"]
-            lines += ["| " + " | ".join(_cell(r.get(k, "")) for k in keys) + " |" for r in rows]
-        self.path.with_suffix(".md").write_text("\n".join(lines) + "\n")
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-class Bench:
-    """What the sections share.
-
-    Args:
-        ends: when each section has to stop.
-    """
-
-    def __init__(self, plan: Plan, report: Report, device: torch.device) -> None:
-        self.plan, self.report, self.device = plan, report, device
-        self.clock = Clock(device, plan.rounds)
-        self.began = time.monotonic()
-        self.until = self.began
-        self.bandwidth = float("nan")  # bytes a second, read and written
-        self.rates: dict[str, float] = {}  # operations a second
-
-    def left(self) -> bool:
-        return time.monotonic() < self.until
-
-    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=dtype)
-
-    def floor(self, moved: float, operations: float, dtype: str) -> float:
-        """The least milliseconds for so many bytes and operations, by this run's own ceilings."""
-        return max(moved / self.bandwidth, operations / self.rates[dtype]) * 1e3
-
-    def compare(
-        self,
-        section: str,
-        candidates: dict[str, Callable[[], object]],
-        check: Callable[[str], float],
-        limit: float,
-        floor: float | None = None,
-        **about: Any,
-    ) -> None:
-        """Time the candidates that are right, and add their row: ratios to the first one."""
-        wrong = {}
-        for name in list(candidates):
-            try:
-                error = check(name)
-            except Exception as e:
-                wrong[name] = f"failed: {type(e).__name__}"
-                print(f"{section} {about} {name}: {e}", file=sys.stderr)
-            else:
-                if not error <= limit:
-                    wrong[name] = f"wrong by {error:.1e}"
-            if name in wrong:
-                del candidates[name]
-        times = self.clock.race(candidates) if candidates else {}
-        row: dict[str, Any] = dict(about)
-        for k, (name, t) in enumerate(times.items()):
-            row[f"{name} ms" if k == 0 else name] = t.ms if k == 0 else _ratio(t)
-        if floor is not None and times:
-            row["floor"] = floor / next(iter(times.values())).ms
-        self.report.add(section, **row, **wrong)
-
-
-def _ratio(t: Time) -> str:
-    middle, low, high = t.ratio
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]" + ("" if t.graph else " (no graph)")
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    """Relative root mean square; NaN stays NaN."""
-    return float((found.detach().double() - exact.double()).norm() / exact.double().norm())
-
+LIMITS = {"bf16": 1e-2, "tf32": 2e-3, "float32": 1e-6}  # of the relative error: a few roundings
 
 # -------------------------------------------------------------------------------------- 1 bandwidth
 
@@ -200,10 +65,11 @@ def bandwidth(b: Bench) -> None:
 def _mix_bandwidth(b: Bench, n: int, size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         stacked, alpha = b.randn(n, size, dtype=dtype), _point(b, n)
-        wrong = error(mix_triton.mix(stacked, alpha), _mixed(stacked, alpha))
-        ms = b.clock.race({"mix": lambda s=stacked, a=alpha: mix_triton.mix(s, a)})["mix"].ms
-        share = (n + 1) * size * dtype.itemsize / ms * 1e3 / b.bandwidth
-        b.report.add("passes", what=f"mix {str(dtype)[6:]}", n=n, of_copy=share, error=wrong)
+        off = error(mix_triton.mix(stacked, alpha), _mixed(stacked, alpha))
+        limit = LIMITS["float32" if dtype == torch.float32 else "bf16"]
+        moved = (n + 1) * size * dtype.itemsize
+        call = functools.partial(mix_triton.mix, stacked, alpha)
+        _pass(b, f"mix {str(dtype)[6:]}", n, call, moved, off <= limit)
 
 
 def _mix_next_bandwidth(b: Bench, n: int, size: int) -> None:
@@ -216,10 +82,14 @@ def _mix_next_bandwidth(b: Bench, n: int, size: int) -> None:
         mix_next.step_(rule, vertices, moments, [param], [grad], [0], alpha, following)
 
     step()
-    wrong = error(param, _mixed(vertices, following))
-    ms = b.clock.race({"step": step})["step"].ms
-    share = (4 * n + 2) * size * 4 / ms * 1e3 / b.bandwidth
-    b.report.add("passes", what="mix-next, momentum", n=n, of_copy=share, error=wrong)
+    right = error(param, _mixed(vertices, following)) <= LIMITS["float32"]
+    _pass(b, "mix-next, momentum", n, step, (4 * n + 2) * size * 4, right)
+
+
+def _pass(b: Bench, what: str, n: int, call, moved: int, right: bool) -> None:
+    """A row: the bytes a second of a pass over all weights, as a share of the copy's."""
+    share = moved / b.clock.race({what: call})[what].ms * 1e3 / b.bandwidth
+    b.report.add("passes", what=what, n=n, of_copy=share if right else "wrong")
 
 
 # ------------------------------------------------------------------------------------------ 2 tests
@@ -339,7 +209,7 @@ def forward(b: Bench) -> None:
             functions = {k: lambda f=f, given=given: f(*given) for k, f in ways.items()}
             floor = b.floor(moved, 2 * batch * size**2, dtype)
             about = {"in = out": size, "B": batch, "n": n, "dtype": dtype}
-            b.compare("forward", functions, check, 1e-2, floor, **about)
+            b.compare("forward", functions, check, LIMITS[dtype], floor, **about)
 
 
 def step(b: Bench) -> None:
@@ -358,28 +228,29 @@ def step(b: Bench) -> None:
         x.requires_grad_()
         grad = b.randn(batch, size, dtype=x.dtype)
         outer = grad.double().mT @ x.detach().double()
-        trained: dict[str, Tensor] = {}
+        # Of each, the trained weight, and the share of the gradient that its first member gets.
+        gradients: dict[str, tuple[Tensor, float | Tensor]] = {}
         functions: dict[str, Callable[[], object]] = {}
         for name, way in ways.items():
             if way is None:
-                functions[name], trained[name] = _optimizer_step(x, weight, bias, grad, n)
-            else:
-                members = 1 if name == "nn.Linear" else n
-                functions[name], trained[name] = _layer_step(
-                    way, x, weight[:members], bias[:members], alpha[:members], grad
-                )
+                functions[name], own = _optimizer_step(x, weight, bias, grad, n)
+                gradients[name] = own, 1.0
+                continue
+            members = 1 if way is _plain else n
+            some = (weight[:members], bias[:members], alpha[:members])
+            functions[name], own = _layer_step(way, x, *some, grad)
+            gradients[name] = own, 1.0 if way is _plain else alpha[0]
 
-        def check(name: str) -> float:
-            functions[name]()  # noqa: B023, called in this iteration
-            share = alpha[0] if trained[name].dim() == 3 and len(trained[name]) > 1 else 1.0  # noqa: B023
-            found = trained[name].grad if trained[name].dim() == 2 else trained[name].grad[0]  # noqa: B023
-            return error(found, share * outer)  # noqa: B023
+        def check(name: str, functions=functions, gradients=gradients, outer=outer) -> float:
+            functions[name]()
+            weight, share = gradients[name]
+            return error(weight.grad.view(-1, *outer.shape)[0], share * outer)
 
         bytes_w = size * size * weight.element_size()
         with _precision(dtype):
             floor = b.floor((4 * n + 5) * bytes_w, 6 * batch * size**2, dtype)
             about = {"in = out": size, "B": batch, "n": n, "dtype": dtype}
-            b.compare("step", functions, check, 1e-2, floor, **about)
+            b.compare("step", functions, check, LIMITS[dtype], floor, **about)
 
 
 def _layer_step(way, x, weight, bias, alpha, grad):
@@ -492,30 +363,33 @@ def _batch_ensemble_case(b: Bench, n: int, size: int, batch: int, dtype: str) ->
     grad = b.randn(n * batch, size, dtype=t)
     about = {"in = out": size, "rows": n * batch, "n": n, "dtype": dtype}
 
-    def ours() -> Tensor:
+    def forward(name: str) -> Tensor:
+        if name == "nn.Linear":
+            return F.linear(x, weight, bias[0])
         return el.functional.batch_ensemble_linear(x, weight, r, s, bias)
 
-    def plain() -> Tensor:
-        return F.linear(x, weight, bias[0])
+    def both(name: str) -> tuple[Tensor, ...]:
+        used = [x, weight, bias] if name == "nn.Linear" else leaves
+        return torch.autograd.grad(forward(name), used, grad)
 
-    def with_backward(f):
-        used = leaves if f is ours else [x, weight, bias]
-        return lambda: torch.autograd.grad(f(), used, grad)
+    def exactly(name: str) -> tuple[Tensor, Tensor]:
+        """The output and the weight's gradient in float64."""
+        x64, w64, r64, s64, b64 = (v.detach().double() for v in leaves)
+        g64 = grad.double()
+        if name == "nn.Linear":
+            return x64 @ w64.mT + b64[0], g64.mT @ x64
+        r64, s64, b64 = (v.repeat_interleave(batch, 0) for v in (r64, s64, b64))
+        return (x64 * r64) @ w64.mT * s64 + b64, (g64 * s64).mT @ (x64 * r64)
 
-    rows = x.detach().double().view(n, batch, size) * r.detach().double().unsqueeze(1)
-    exact = rows @ weight.detach().double().mT * s.detach().double().unsqueeze(1)
-    exact = (exact + bias.detach().double().unsqueeze(1)).flatten(0, 1)
-    single = x.detach().double() @ weight.detach().double().mT + bias[0].detach().double()
-
-    def check(name: str) -> float:
-        return error(plain(), single) if name == "nn.Linear" else error(ours(), exact)
-
-    functions = {"nn.Linear": plain, "ours": ours}
-    with _precision(dtype):
-        with torch.no_grad():
-            b.compare("BatchEnsemble forward", dict(functions), check, 1e-2, **about)
-        steps = {k: with_backward(f) for k, f in functions.items()}
-        b.compare("BatchEnsemble forward + backward", steps, check, 1e-2, **about)
+    exact = {name: exactly(name) for name in ("nn.Linear", "ours")}
+    checks = {
+        "BatchEnsemble forward": (forward, lambda k: error(forward(k), exact[k][0])),
+        "BatchEnsemble forward + backward": (both, lambda k: error(both(k)[1], exact[k][1])),
+    }
+    for section, (call, check) in checks.items():
+        functions = {name: functools.partial(call, name) for name in exact}
+        with _precision(dtype), torch.set_grad_enabled(call is both):
+            b.compare(section, functions, check, LIMITS[dtype], **about)
 
 
 # --------------------------------------------------------------------------------------- the script
@@ -550,7 +424,7 @@ def _mixed(stacked: Tensor, alpha: Tensor) -> Tensor:
 
 def _on_cpu() -> None:
     """For the rehearsal: the kernels take CPU tensors, which the interpreter runs."""
-    from ensemblayers.ops import _autograd, _triton, mix
+    from ensemblayers.ops import _autograd, _triton
 
     _triton.takes = lambda *tensors: True
     mix_next._in_cpp, mix_next._in_triton = lambda *_: False, lambda *_: True
@@ -563,7 +437,6 @@ def _on_cpu() -> None:
     }
     for name, kernel in replacements.items():
         _autograd.LIBRARY.impl(name, kernel, "CPU", allow_override=True)
-    assert mix.fused_mix is not None
 
 
 def main(arguments: list[str] | None = None) -> int:
