@@ -130,7 +130,7 @@ class Point:
     def before_forward(self, module: nn.Module, args: tuple) -> None:
         """Forward pre-hook of the model that owns a shared point."""
         self.begin(module)
-        if self.at_once and not torch.compiler.is_compiling():
+        if self.at_once:
             self._mix_all(module)
 
     def _mix_all(self, model: nn.Module) -> None:

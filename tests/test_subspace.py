@@ -690,8 +690,21 @@ def test_weights_mixed_at_once_are_of_the_very_parameter():
         assert torch.func.functional_call(model[0], fives, (x,)).item() == 5
 
 
-def test_weights_mixed_at_once_compile(pair):
+@pytest.mark.parametrize("training", [False, True])
+def test_weights_mixed_at_once_compile(pair, training):
+    torch._dynamo.reset()
     model, twin, _ = pair
-    x = torch.randn(4, 3, 4, 4, dtype=torch.float64)
-    compiled = torch.compile(model.eval(), fullgraph=True, backend="aot_eager")
-    close(compiled(x), twin.eval()(x))
+    compiled = torch.compile(model.train(training), fullgraph=True, backend="aot_eager")
+    twin.train(training)
+    for alpha in el.sample_simplex(3, 3, dtype=torch.float64):
+        x = torch.randn(4, 3, 4, 4, dtype=torch.float64)
+        for m in (model, twin):
+            el.set_point(m, alpha)
+        y, z = compiled(x), twin(x)
+        close(y, z)
+        ours, theirs = (
+            torch.autograd.grad(out.sum(), list(m.parameters()))
+            for out, m in ((y, model), (z, twin))
+        )
+        close(ours, theirs)
+    assert not model[0].point.mixes
