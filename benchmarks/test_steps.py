@@ -232,7 +232,7 @@ def test_stacked_step(compare, case, batches):
         (f"StackedEnsemble n={n}", candidate.step),
         (f"{n} networks", baseline.step),
         check=lambda: None,
-        seconds=3.0,
+        seconds=1.5,
         goal=1.0,
     )
 
@@ -257,7 +257,7 @@ def test_batch_ensemble_step(compare, case):
         (f"to_batch_ensemble n={MEMBERS}", candidate.step),
         ("one network", baseline.step),
         check=lambda: None,
-        seconds=3.0,
+        seconds=1.5,
         goal=1.15,
     )
 
