@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from .._gradients import LARGE, gradient_memory, writes_gradients
-from .._transforms import has_tangents, is_recorded, transformed
+from .._transforms import is_recorded, transformed
 from . import _triton
 from ._autograd import define, differentiable
 
@@ -129,16 +129,15 @@ class _LargeMix(Function):
 
 
 def mix_all(stacks: Sequence[Tensor], alpha: Tensor) -> list[Tensor]:
-    """Mix many stacks of one device and dtype at one point: on CUDA in one launch.
+    """Mix many stacks of one device and dtype at one point.
 
-    The gradients come in one piece too, when those of all outputs are there.
+    On CUDA in one launch; the gradients too, when those of all outputs are there.
 
     Shape:
         - stacks: ``[n, *shape]`` each, alpha: ``[n]``
         - Output: ``[*shape]`` each
     """
-    plain = torch.compiler.is_compiling() or transformed() or has_tangents()
-    if plain or any(t.is_complex() for t in (alpha, *stacks)):
+    if torch.compiler.is_compiling() or transformed() or not _triton.takes(alpha, *stacks):
         return [mix(stacked, alpha) for stacked in stacks]
     return list(_MixAll.apply(alpha, *stacks))
 
@@ -147,22 +146,23 @@ class _MixAll(Function):
     @staticmethod
     def forward(ctx, alpha: Tensor, *stacks: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(alpha, *stacks)
-        if _triton.takes(alpha, *stacks):
-            return tuple(_triton.module("mix").mix_all(stacks, alpha))
-        return tuple(plain_mix(stacked, alpha) for stacked in stacks)
+        return tuple(_triton.module("mix").mix_all(stacks, alpha))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         alpha, *stacks = ctx.saved_tensors
-        if not is_recorded(*grads) and _triton.takes(alpha, *stacks):
-            d_stacks, d_alpha = _triton.module("mix").mix_all_backward(grads, stacks, alpha)
-            return d_alpha, *d_stacks
-        return _plain_mix_all_backward(grads, stacks, alpha)
+        backward = _plain_mix_all_backward
+        if not is_recorded(*grads):
+            backward = _triton.module("mix").mix_all_backward
+        d_stacks, d_alpha = backward(grads, stacks, alpha)
+        return d_alpha, *d_stacks
 
 
-def _plain_mix_all_backward(grads, stacks, alpha):
+def _plain_mix_all_backward(
+    grads: Sequence[Tensor], stacks: Sequence[Tensor], alpha: Tensor
+) -> tuple[list[Tensor], Tensor]:
     pairs = [
         plain_mix_backward(g, stacked, alpha, [True, True])
         for g, stacked in zip(grads, stacks, strict=True)
     ]
-    return sum(d_alpha for _, d_alpha in pairs), *(d_stacked for d_stacked, _ in pairs)
+    return [d_stacked for d_stacked, _ in pairs], sum(d_alpha for _, d_alpha in pairs)
