@@ -25,9 +25,9 @@ class AGEM(Method):
 def project_(grads: list[Tensor], reference: tuple[Tensor, ...]) -> None:
     """Take the part against a reference gradient out of a gradient, in place."""
     pairs = list(zip(grads, reference, strict=True))
-    along = sum((g * r).sum() for g, r in pairs)
-    square = sum(r.square().sum() for r in reference)
+    along = sum(torch.dot(g.flatten(), r.flatten()) for g, r in pairs)
+    square = sum(torch.dot(r.flatten(), r.flatten()) for r in reference)
     # No branch: a device need not be waited for. A reference of zeros is left alone.
     share = along.clamp(max=0) / square.clamp(min=torch.finfo(square.dtype).tiny)
     for g, r in pairs:
-        g.sub_(share * r)
+        g.addcmul_(r, share, value=-1)
