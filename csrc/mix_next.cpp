@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -97,14 +98,15 @@ struct Rows {
 template <class V, class P>
 void mix_impl(const Tensor& vertices, const Tensor& alpha, const std::vector<Tensor>& params,
               const std::vector<int64_t>& columns) {
+  using Sum = std::conditional_t<std::is_same_v<V, double>, double, float>;
   const Rows<V> w(vertices);
-  const std::vector<V> a = weights<V>(alpha);
+  const std::vector<Sum> a = weights<Sum>(alpha);
   for_blocks(ranges(params, columns), [&](size_t k, int64_t column, int64_t offset, int64_t count) {
-    V sum[kBlock] = {};
+    Sum sum[kBlock] = {};
     for (int64_t i = 0; i < w.count; ++i) {
       const V* __restrict row = w.data + i * w.stride + column;
-      const V ai = a[i];
-      for (int64_t j = 0; j < count; ++j) sum[j] += ai * row[j];
+      const Sum ai = a[i];
+      for (int64_t j = 0; j < count; ++j) sum[j] += ai * static_cast<Sum>(row[j]);
     }
     store(sum, static_cast<P*>(params[k].mutable_data_ptr()) + offset, count);
   });
@@ -252,6 +254,15 @@ void dispatch(const Tensor& vertices, const std::vector<Tensor>& params, const F
 }
 
 void mix(Tensor vertices, Tensor alpha, std::vector<Tensor> params, std::vector<int64_t> columns) {
+  // A layer's stack may itself be in half precision, an optimizer's vertices may not.
+  if (vertices.scalar_type() == ScalarType::BFloat16) {
+    using V = torch::headeronly::BFloat16;
+    return mix_impl<V, V>(vertices, alpha, params, columns);
+  }
+  if (vertices.scalar_type() == ScalarType::Half) {
+    using V = torch::headeronly::Half;
+    return mix_impl<V, V>(vertices, alpha, params, columns);
+  }
   dispatch(vertices, params, [&](auto v, auto p) {
     mix_impl<decltype(v), decltype(p)>(vertices, alpha, params, columns);
   });

@@ -36,22 +36,27 @@ def gradient_memory(leaf: Tensor) -> Tensor:
     return out
 
 
-def writes_gradients(*tensors: Tensor | None) -> bool:
-    """Whether gradients may be written straight into memory: of plain tensors in eager mode.
+def is_eager(*tensors: Tensor | None) -> bool:
+    """Whether tensors are plain ones in eager mode, so that memory may be written as one likes.
 
     torch.func's transforms, torch.compile, tracers, fake tensors and other dispatch modes have to
     see the operations themselves, and so has forward-mode differentiation.
     """
     if (
-        not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or transformed()
         or has_tangents()
     ):
         return False
-    given = [t for t in tensors if t is not None]
-    return all(type(t) in _PLAIN for t in given) and any(t.requires_grad for t in given)
+    return all(t is None or type(t) in _PLAIN for t in tensors)
+
+
+def writes_gradients(*tensors: Tensor | None) -> bool:
+    """Whether gradients are recorded that may be written straight into memory."""
+    if not torch.is_grad_enabled() or not is_eager(*tensors):
+        return False
+    return any(t is not None and t.requires_grad for t in tensors)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -2,8 +2,9 @@
 
 On CUDA one pass in Triton (:mod:`.mix_triton`) reads the stack as it is stored, where a matrix
 product would first copy a stack in half precision to alpha's. Its gradients, ``alpha_i g`` and
-``<g, stacked_i>``, are one pass too. On a CPU the product is as fast as a pass in C++ (measured
-from 10 x 256 to 2048 x 2048), and stands; its gradient goes into memory that is kept.
+``<g, stacked_i>``, are one pass too. On a CPU a large stack is mixed in C++, where that can be
+built, and its gradient goes into memory that is kept; a small one costs what its calls cost, and
+the product has the fewest.
 """
 
 import contextlib
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from .._gradients import LARGE, gradient_memory, writes_gradients
+from .._gradients import LARGE, gradient_memory, is_eager
 from .._transforms import is_recorded, transformed
-from . import _triton
+from . import _triton, native
 from ._autograd import define, differentiable
 
 
@@ -90,40 +91,49 @@ def mix(stacked: Tensor, alpha: Tensor) -> Tensor:
     if alpha.dim() == 1:
         if _triton.takes(stacked, alpha):
             return fused_mix(stacked, alpha)
-        if _is_large_leaf(stacked) and stacked.dtype == alpha.dtype and writes_gradients(stacked):
+        if _is_large(stacked, alpha):
             return _LargeMix.apply(stacked, alpha)
     return plain_mix(stacked, alpha)
 
 
-def _is_large_leaf(stacked: Tensor) -> bool:
+def _is_large(stacked: Tensor, alpha: Tensor) -> bool:
     return (
-        stacked.device.type == "cpu"
-        and stacked.is_leaf
-        and type(stacked) in (Tensor, torch.nn.Parameter)
+        stacked.device.type == alpha.device.type == "cpu"
+        and stacked.numel() * stacked.element_size() >= LARGE
         and stacked.layout == torch.strided
         and stacked.is_contiguous()
-        and stacked.numel() * stacked.element_size() >= LARGE
+        and alpha.dtype == _ALPHA.get(stacked.dtype)
+        and is_eager(stacked, alpha)
     )
 
 
+_ALPHA = {torch.float64: torch.float64, torch.float32: torch.float32}
+_ALPHA |= {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
 class _LargeMix(Function):
-    """On a CPU, with the stack's gradient in memory that is kept from step to step."""
+    """On a CPU."""
 
     @staticmethod
     def forward(ctx, stacked: Tensor, alpha: Tensor) -> Tensor:
         ctx.save_for_backward(stacked, alpha)
-        return plain_mix(stacked, alpha)
+        if not native.available():
+            return plain_mix(stacked, alpha)
+        out = torch.empty_like(stacked[0])
+        torch.ops.ensemblayers.mix_(stacked.view(len(stacked), -1), alpha.contiguous(), [out], [0])
+        return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (stacked, alpha), needs = ctx.saved_tensors, list(ctx.needs_input_grad)
-        if is_recorded(grad):
+        if is_recorded(grad) or stacked.dtype != alpha.dtype:
             found = plain_mix_backward(grad, stacked, alpha, needs)
         else:
             _, d_alpha = plain_mix_backward(grad, stacked, alpha, [False, needs[1]])
-            d_stacked = gradient_memory(stacked)
-            n = len(alpha)
-            torch.mm(alpha.view(n, 1), grad.reshape(1, -1), out=d_stacked.view(n, -1))
+            d_stacked = gradient_memory(stacked) if needs[0] else None
+            if needs[0]:
+                n = len(alpha)
+                torch.mm(alpha.view(n, 1), grad.reshape(1, -1), out=d_stacked.view(n, -1))
             found = d_stacked, d_alpha
         return (*(g if need else None for g, need in zip(found, needs, strict=True)),)
 
