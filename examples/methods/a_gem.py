@@ -13,8 +13,7 @@ class AGEM(Method):
     ensemble = False
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.loss(x, y).backward()
+        self.backward(x, y)
         if len(self.memory):
             grads = [p.grad for p in self.model.parameters()]
             past = self.loss(*self.memory.sample(self.settings.replay))

@@ -32,8 +32,7 @@ class EWC(Method):
         self.anchor: list[Tensor] = []
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.loss(x, y).backward()
+        self.backward(x, y)
         self._record()
         if self.anchor:
             self._penalise()

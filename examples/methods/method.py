@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..graphs import GraphedBackward
 from ..memory import Memory
 from ..settings import Settings
 
@@ -31,6 +32,7 @@ class Method:
         self.n = n
         self.memory = memory
         self.model = self.build(make)
+        self.graphed: GraphedBackward | None = None
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Make the model that is trained."""
@@ -48,9 +50,18 @@ class Method:
 
     def step(self, x: Tensor, y: Tensor) -> None:
         """Train on one batch."""
-        self.optimizer.zero_grad()
-        self.loss(x, y).backward()
+        self.backward(x, y)
         self.optimizer.step()
+
+    def backward(self, x: Tensor, y: Tensor) -> None:
+        """Give the parameters the gradients of a batch's loss."""
+        if x.is_cuda:
+            if self.graphed is None:
+                self.graphed = GraphedBackward(self.loss, self.model.parameters())
+            self.graphed(x, y)
+        else:
+            self.optimizer.zero_grad()
+            self.loss(x, y).backward()
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Loss of one batch."""
