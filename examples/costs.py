@@ -18,7 +18,7 @@ def relative_flops(
     make: Callable[[], nn.Module],
     settings: Settings,
     n: int,
-    inputs: int,
+    shape: tuple[int, ...],
     single: Callable[[], nn.Module] | None = None,
 ) -> dict[str, float]:
     """FLOPs of a prediction and of a training step (both on a batch of 10), single network = 1.
@@ -27,20 +27,21 @@ def relative_flops(
 
     Args:
         make: makes a network of the method.
+        shape: the shape of an image.
         single: makes the single network, by default the same.
     """
     with torch.random.fork_rng(devices=[]):
-        predict, step = _flops(method, make, settings, n, inputs)
-        single_predict, single_step = _flops("naive", single or make, settings, n, inputs)
+        predict, step = _flops(method, make, settings, n, shape)
+        single_predict, single_step = _flops("naive", single or make, settings, n, shape)
     return {"predict": predict / single_predict, "step": step / single_step}
 
 
 def _flops(
-    method: str, make: Callable[[], nn.Module], settings: Settings, n: int, inputs: int
+    method: str, make: Callable[[], nn.Module], settings: Settings, n: int, shape: tuple[int, ...]
 ) -> tuple[int, int]:
     trained = METHODS[method](make, settings, n, Memory(torch.Generator()))
     rows = BATCH // n * n if method == "batch-ensemble" else BATCH
-    x, y = torch.zeros(BATCH, inputs), torch.zeros(BATCH, dtype=torch.long)
+    x, y = torch.zeros(BATCH, *shape), torch.zeros(BATCH, dtype=torch.long)
     trained.start(0)
     step = (_count(lambda: trained.step(x, y)) + trained.fused_flops) * BATCH // max(rows, 1)
     predict = trained.predictor()

@@ -13,22 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ensemblayers
+import ensemblayers as el
 
 from . import metrics
-from .benchmarks import PixelTasks
+from .benchmarks import Benchmark
 from .costs import paper_cost, relative_flops
 from .errors import UsageError
 from .memory import Memory
 from .methods import METHODS
-from .models import mlp
 from .settings import Settings, single_hidden
-
-EVALUATION_BATCH = 2_500  # a CPU is slower with more at a time
 
 
 def run(
-    benchmark: PixelTasks,
+    benchmark: Benchmark,
     method: str,
     settings: Settings,
     n: int,
@@ -50,16 +47,13 @@ def run(
     order, drawn = (torch.Generator().manual_seed(seed) for _ in range(2))
     memory = Memory(drawn)
 
-    def network(hidden: int) -> torch.nn.Module:
-        return mlp(benchmark.inputs, hidden, benchmark.classes, settings.dropout)
-
     def make() -> torch.nn.Module:
-        return network(settings.hidden)
+        return benchmark.network(settings.hidden, settings.dropout)
 
     def single() -> torch.nn.Module:
-        return network(single_hidden(benchmark.name))
+        return benchmark.network(single_hidden(benchmark.name), settings.dropout)
 
-    trained = METHODS[method](lambda: make().to(device), settings, n, memory)
+    trained = METHODS[method](lambda: make().to(device), settings, n, memory, benchmark.loss)
     total = benchmark.num_tasks
     accuracy = torch.full((total, total), torch.nan)
     # Joint training meets all tasks at once: one round, whose row is the last.
@@ -76,14 +70,14 @@ def run(
         accuracy[task, : task + 1] = evaluate(trained.predictor(), benchmark, task + 1)
         progress(task + 1, total)
     seconds = time.perf_counter() - started
-    cpu = torch.zeros(10, benchmark.inputs)
+    images = torch.zeros(10, *benchmark.shape)
     return {
         "benchmark": benchmark.name,
         "method": method,
         "n": n if trained.ensemble else 1,
         "seed": seed,
         "tasks": total,
-        "examples": len(benchmark.train[0]),
+        "examples": benchmark.examples,
         "whole": benchmark.whole,
         "settings": dataclasses.asdict(settings),
         "accuracy": [[None if a.isnan() else round(a.item(), 4) for a in row] for row in accuracy],
@@ -93,13 +87,13 @@ def run(
             "learning_accuracy": _finite(metrics.learning_accuracy(accuracy)),
         },
         "relative_flops": {
-            **relative_flops(method, make, settings, n, benchmark.inputs, single),
-            "paper": paper_cost(method, n, make(), cpu, single()),
+            **relative_flops(method, make, settings, n, benchmark.shape, single),
+            "paper": paper_cost(method, n, make(), images, single()),
         },
         "seconds": round(seconds, 2),
         "device": device.type,
         "versions": {
-            "ensemblayers": ensemblayers.__version__,
+            "ensemblayers": el.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
@@ -107,13 +101,22 @@ def run(
 
 
 @torch.no_grad()
-def evaluate(predict: Callable[[Tensor], Tensor], benchmark: PixelTasks, tasks: int) -> Tensor:
-    """Test accuracy on each of the first tasks, in percent: ``[tasks]``."""
+def evaluate(predict: Callable[[Tensor], Tensor], benchmark: Benchmark, tasks: int) -> Tensor:
+    """Test accuracy on each of the first tasks, in percent: ``[tasks]``.
+
+    Args:
+        predict: images of one task to the members' scores ``[n, B, classes]``.
+    """
     rates = []
     for task in range(tasks):
         x, y = benchmark.test_task(task)
-        parts = [predict(part).argmax(-1) for part in x.split(EVALUATION_BATCH)]
-        rates.append((torch.cat(parts) == y).double().mean() * 100)
+        own = benchmark.task_classes(task)
+        # The members are combined over the task's own classes.
+        scores = [
+            predict(part)[..., own.start : own.stop] for part in x.split(benchmark.test_batch)
+        ]
+        predicted = own.start + torch.cat([el.combine(s).argmax(-1) for s in scores])
+        rates.append((predicted == y).double().mean() * 100)
     return torch.stack(rates).float().cpu()
 
 

@@ -17,7 +17,3 @@ class BatchEnsembleMethod(Method):
         rows = len(x) // self.n * self.n
         if rows:  # The end of an epoch may hold fewer rows than members.
             super().step(x[:rows], y[:rows])
-
-    def predictor(self) -> Callable[[Tensor], Tensor]:
-        model = self.model.eval()
-        return lambda x: el.combine(model(x), "average")

@@ -9,7 +9,6 @@ https://arxiv.org/abs/2010.04495) is the case of a single vertex.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -51,7 +50,8 @@ class SubspaceConnectivity(SubspaceMethod):
                         name: w + alpha[-1] * anchor[name]
                         for name, w in zip(names, mixed, strict=True)
                     }
-                    loss = loss + tasks * F.cross_entropy(functional_call(plain, weights, x), y)
+                    scores = functional_call(plain, weights, x)
+                    loss = loss + tasks * self.criterion(scores, y)
                 (loss / connect.samples).backward()
             optimizer.step()
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-import ensemblayers as el
-
 from .connectivity import MCSGD
 from .method import Method
 
 
 class EnsembleMCSGD(Method):
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        self.members = [MCSGD(make, self.settings, 1, self.memory) for _ in range(self.n)]
+        self.members = [
+            MCSGD(make, self.settings, 1, self.memory, self.criterion) for _ in range(self.n)
+        ]
         return nn.ModuleList(member.model for member in self.members)
 
     @property
@@ -37,7 +37,7 @@ class EnsembleMCSGD(Method):
 
     def predictor(self) -> Callable[[Tensor], Tensor]:
         predictors = [member.predictor() for member in self.members]
-        return lambda x: el.combine(torch.stack([predict(x) for predict in predictors]))
+        return lambda x: torch.cat([predict(x) for predict in predictors])
 
 
 class Bagging(EnsembleMCSGD):

@@ -8,11 +8,12 @@ one anchor, the weights after the last task, and a running Fisher information th
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..memory import Memory
 from ..settings import Settings
-from .method import Method
+from .method import Criterion, Method
 
 DECAY = 0.9  # of the running Fisher information
 EVERY = 10  # steps whose squared gradients are averaged before they enter it
@@ -22,9 +23,14 @@ class EWC(Method):
     ensemble = False
 
     def __init__(
-        self, make: Callable[[], nn.Module], settings: Settings, n: int, memory: Memory
+        self,
+        make: Callable[[], nn.Module],
+        settings: Settings,
+        n: int,
+        memory: Memory,
+        criterion: Criterion = F.cross_entropy,
     ) -> None:
-        super().__init__(make, settings, n, memory)
+        super().__init__(make, settings, n, memory, criterion)
         self.params = list(self.model.parameters())
         self.fisher = [torch.zeros_like(p) for p in self.params]
         self.squares = [torch.zeros_like(p) for p in self.params]

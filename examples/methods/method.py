@@ -1,14 +1,19 @@
 """What a method is: how it starts a task, takes a batch, ends a task, and predicts."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import ensemblayers as el
+
 from ..graphs import GraphedBackward
 from ..memory import Memory
 from ..settings import Settings
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 class Method:
@@ -19,6 +24,7 @@ class Method:
         settings: the hyper-parameters.
         n: number of members; methods of a single network don't use it.
         memory: the buffer; whoever runs the method fills it after each task, before :meth:`finish`.
+        criterion: mean loss of scores ``[B, classes]`` for labels ``[B]``.
     """
 
     fused_flops = 0  # of a training step, where torch's counter does not see them
@@ -26,11 +32,17 @@ class Method:
     joint = False  # True: trains on all tasks at once
 
     def __init__(
-        self, make: Callable[[], nn.Module], settings: Settings, n: int, memory: Memory
+        self,
+        make: Callable[[], nn.Module],
+        settings: Settings,
+        n: int,
+        memory: Memory,
+        criterion: Criterion = F.cross_entropy,
     ) -> None:
         self.settings = settings
         self.n = n
         self.memory = memory
+        self.criterion = criterion
         self.model = self.build(make)
         self.graphed: GraphedBackward | None = None
 
@@ -65,11 +77,15 @@ class Method:
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Loss of one batch."""
-        return F.cross_entropy(self.model(x), y)
+        return self.criterion(self.model(x), y)
 
     def finish(self, task: int) -> None:
         """End a task, its examples in the memory."""
 
     def predictor(self) -> Callable[[Tensor], Tensor]:
-        """The function that predicts: images ``[B, ...]`` to scores ``[B, classes]``."""
-        return self.model.eval()
+        """The function that predicts: images ``[B, ...]`` to its members' scores.
+
+        Shape:
+            - Output: ``[n, B, classes]``, to be combined; n is 1 where one network predicts.
+        """
+        return functools.partial(el.members, self.model.eval())

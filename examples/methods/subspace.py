@@ -5,23 +5,31 @@ batch is joined by examples of the earlier tasks.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import ensemblayers as el
 from ensemblayers.optim import SubspaceSGD
 
 from ..memory import Memory
 from ..settings import Settings
-from .method import Method
+from .method import Criterion, Method
 
 
 class SubspaceMethod(Method):
     def __init__(
-        self, make: Callable[[], nn.Module], settings: Settings, n: int, memory: Memory
+        self,
+        make: Callable[[], nn.Module],
+        settings: Settings,
+        n: int,
+        memory: Memory,
+        criterion: Criterion = F.cross_entropy,
     ) -> None:
-        super().__init__(make, settings, n, memory)
+        super().__init__(make, settings, n, memory, criterion)
         s = settings
         self.optimizer = SubspaceSGD(
             self.model.parameters(), s.lr, n=self.n, sigma=s.sigma, momentum=s.momentum
@@ -47,7 +55,7 @@ class SubspaceMethod(Method):
         return plain
 
     def predictor(self) -> Callable[[Tensor], Tensor]:
-        return self.midpoint()
+        return functools.partial(el.members, self.midpoint())
 
 
 class SubspaceReplay(SubspaceMethod):

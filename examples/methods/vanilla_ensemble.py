@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ensemblayers as el
@@ -15,8 +14,4 @@ class VanillaEnsemble(Method):
         return el.StackedEnsemble([make() for _ in range(self.n)])
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return el.ensemble_loss(F.cross_entropy, self.model(x, shared=True), y)
-
-    def predictor(self) -> Callable[[Tensor], Tensor]:
-        model = self.model.eval()
-        return lambda x: el.combine(model(x, shared=True), "average")
+        return el.ensemble_loss(self.criterion, self.model(x, shared=True), y)

@@ -15,7 +15,7 @@ SHORT = ["--tasks", "2", "--examples", "40"]
 
 def cost(method, n):
     settings = settings_for("rotated-mnist", method, n)
-    return relative_flops(method, lambda: mlp(784, settings.hidden, 10), settings, n, 784)
+    return relative_flops(method, lambda: mlp(784, settings.hidden, 10), settings, n, (784,))
 
 
 def test_main_job_leaves_results_and_a_figure(tmp_path, capsys):

@@ -1,17 +1,19 @@
 """Streams of tasks: the same images, each task with its own rearrangement of the pixels."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.datasets import MNIST
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import rotate
 
-from .errors import UsageError
+from ..errors import UsageError
+from ..models import mlp
+from .benchmark import Benchmark, as_floats
 
 NUM_TASKS = 20
 ROTATION_STEP = 9.0  # degrees; task t is turned by 9 t, 0 to 171
@@ -20,7 +22,7 @@ SHORT_STEP = 22.5
 
 
 @dataclass
-class PixelTasks:
+class PixelTasks(Benchmark):
     """A benchmark whose task t shows every image through the pixel map ``maps[t]``.
 
     Args:
@@ -31,9 +33,6 @@ class PixelTasks:
         whole: whether it has all its tasks and training examples.
     """
 
-    name: str
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
     maps: Tensor
     classes: int = 10
     whole: bool = True
@@ -43,60 +42,32 @@ class PixelTasks:
         return len(self.maps)
 
     @property
-    def inputs(self) -> int:
-        return self.maps.shape[1]
+    def shape(self) -> tuple[int]:
+        return (self.maps.shape[1],)
 
-    def test_task(self, task: int) -> tuple[Tensor, Tensor]:
-        """Test images of a task, floats ``[N, pixels]``, and their labels."""
-        x, y = self.test
-        return self._show(x, torch.full_like(y, task)), y
+    def network(self, hidden: int, dropout: float = 0.0) -> nn.Module:
+        return mlp(*self.shape, hidden, self.classes, dropout)
 
-    def batches(
-        self, tasks: list[int], size: int, generator: torch.Generator
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """One epoch over the training images of the given tasks, in one shuffle.
+    def task_classes(self, task: int) -> range:
+        return range(self.classes)
 
-        Shape:
-            - Output: images ``[size, pixels]``, labels ``[size]``; the last batch may be smaller.
-        """
-        x, y = self.train
-        order = torch.randperm(len(tasks) * len(x), generator=generator).to(x.device)
-        which = torch.tensor(tasks, device=x.device)
-        # Many batches at a time: a gather and a conversion each costs more than a training step.
-        for chunk in order.split(size * max(1, 20_000 // size)):
-            index = chunk % len(x)
-            shown = self._show(x.index_select(0, index), which[chunk // len(x)])
-            yield from zip(shown.split(size), y[index].split(size), strict=True)
+    def to(self, device: torch.device) -> Self:
+        return replace(super().to(device), maps=self.maps.to(device))
 
-    def one_per_class(self, task: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """One random training example of each class that a task has."""
-        x, y = self.train
-        rows = []
-        for label in y.unique():
-            found = (y == label).nonzero().squeeze(1)
-            rows.append(found[torch.randint(len(found), (), generator=generator)])
-        index = torch.stack(rows)
-        return self._show(x[index], torch.full_like(index, task)), y[index]
-
-    def to(self, device: torch.device) -> "PixelTasks":
-        """The same benchmark with its tensors on a device."""
-        train = (self.train[0].to(device), self.train[1].to(device))
-        test = (self.test[0].to(device), self.test[1].to(device))
-        return replace(self, train=train, test=test, maps=self.maps.to(device))
-
-    def shortened(self, tasks: int | None, examples: int | None) -> "PixelTasks":
-        """The first tasks, and at most so many training examples of each."""
+    def shortened(self, tasks: int | None, examples: int | None) -> Self:
         train = (self.train[0][:examples], self.train[1][:examples])
         whole = self.whole and tasks is None and examples is None
         return replace(self, train=train, maps=self.maps[:tasks], whole=whole)
+
+    def _rows(self, y: Tensor, task: int) -> Tensor:
+        return torch.arange(len(y), device=y.device)
 
     def _show(self, x: Tensor, tasks: Tensor) -> Tensor:
         x = F.pad(x, (0, 1))  # The pixel that the maps take for black.
         one = (tasks == tasks[:1]).all()
         # Of one row, repeated, where all examples are of one task: no index of the images' size.
         maps = self.maps[tasks[:1]].expand(len(x), -1) if one else self.maps[tasks]
-        shown = x.gather(1, maps)
-        return shown.float().div_(255) if x.dtype == torch.uint8 else shown
+        return as_floats(x.gather(1, maps))
 
 
 def rotation_maps(side: int, angles: list[float]) -> Tensor:
@@ -146,14 +117,6 @@ def permuted_mnist(seed: int, root: Path, download: bool) -> PixelTasks:
     train, test = _mnist(root, download)
     maps = permutation_maps(28 * 28, NUM_TASKS, seed)
     return PixelTasks("permuted-mnist", train, test, maps)
-
-
-BENCHMARKS = {
-    "rotated-digits": rotated_digits,
-    "rotated-mnist": rotated_mnist,
-    "permuted-mnist": permuted_mnist,
-    "rotated-mnist-5": rotated_mnist_5,
-}
 
 
 def _mnist(root: Path, download: bool) -> list[tuple[Tensor, Tensor]]:
