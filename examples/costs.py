@@ -77,5 +77,6 @@ def paper_cost(
 
 
 def _weights(model: nn.Module) -> int:
-    """The parameters without the biases, as the paper counts them."""
-    return sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    """The parameters without the linear layers' biases, as the paper counts them."""
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return sum(p.numel() for p in model.parameters()) - sum(m.bias.numel() for m in linear)

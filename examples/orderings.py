@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .tables import read
-from .targets import ABLATION_MEMBERS, ABLATION_METHODS, Row
+from .targets import ABLATION_MEMBERS, ABLATION_METHODS, ABLATIONS, Row
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def orderings(benchmarks: Sequence[str]) -> list[Ordering]:
     for b in benchmarks:
         single, subspace = Row(b, "mc-sgd"), Row(b, "subspace-connectivity", 3)
         ensemble = Row(b, "ensemble-mc-sgd", 3)
-        if b == "rotated-mnist-5":
+        if b in ABLATIONS:
             found += _ablation(b)
             continue
         found.append(Ordering(subspace, single))

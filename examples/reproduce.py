@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .store import Key
     from .targets import Row
 
-TABLES = ("results_cnn", "varying_n", "parameters", "main_results", "ablation")
+TABLES = ("results_cnn", "varying_n", "parameters", "main_results", "image_results", "ablation")
 SEEDS = (0, 1, 2, 3, 4)
 WIDTH = 100  # of the tables in the terminal
 
@@ -28,8 +28,8 @@ WIDTH = 100  # of the tables in the terminal
 @dataclass
 class Options:
     table: tuple[str, ...]
-    """One or more of: results_cnn (Table 2), varying_n (4), parameters (5), main_results (6), and
-    ablation (five tasks, figures 3 and 4)."""
+    """One or more of: results_cnn (Table 2), varying_n (4), parameters (5), main_results (6),
+    image_results (7), and ablation (five tasks, figures 3 and 4)."""
     benchmark: tuple[str, ...] = ()
     """Only these benchmarks of the tables."""
     method: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Options:
     threads: int = 1
     """CPU threads a run."""
     data_root: Path = Path("data")
-    """Folder that holds the data sets, MNIST as MNIST/raw/*."""
+    """Folder that holds the data sets: MNIST/raw/*, cifar-100-python/*, miniimagenet/*.npz."""
     download: bool = False
     """Download a data set that is missing from the data root."""
     out: Path = Path(__file__).parent

@@ -22,7 +22,8 @@ DEFAULT_METHODS = ("naive", "mc-sgd", "ensemble-mc-sgd", "subspace-connectivity"
 @dataclass
 class Options:
     benchmark: str = "rotated-digits"
-    """rotated-digits, rotated-mnist or permuted-mnist: 20 tasks each; rotated-mnist-5: 5 tasks."""
+    """rotated-digits, rotated-mnist, permuted-mnist, split-cifar-100 or split-miniimagenet, of 20
+    tasks each; rotated-mnist-5 or split-cifar-100-5, of 5 tasks."""
     method: tuple[str, ...] = DEFAULT_METHODS
     """One or more of: naive, ewc, a-gem, er-reservoir, stable-sgd, mc-sgd, ensemble-mc-sgd,
     ensemble-mc-sgd-bagging, subspace, subspace-er, subspace-connectivity, batch-ensemble,
@@ -36,7 +37,7 @@ class Options:
     threads: int = 1
     """CPU threads. The networks are small: more is seldom faster."""
     data_root: Path = Path("data")
-    """Folder that holds the data sets, MNIST as MNIST/raw/*."""
+    """Folder that holds the data sets: MNIST/raw/*, cifar-100-python/*, miniimagenet/*.npz."""
     download: bool = False
     """Download a data set that is missing from the data root."""
     out: Path = Path("runs")

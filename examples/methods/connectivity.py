@@ -37,21 +37,21 @@ class SubspaceConnectivity(SubspaceMethod):
         names = [name for name, _ in self.model.named_parameters()]
         vertices = [v.requires_grad_() for v in self.optimizer.vertices()]
         optimizer = torch.optim.SGD(vertices, connect.lr, momentum=connect.momentum)
-        # The losses of the past tasks are summed: their number times the mean over their examples.
-        past = (task, self.previous, *self.memory.past())
+        # The sum of the past tasks' losses: their number times the mean over all their examples.
+        past = (task if connect.summed else 1, self.previous, *self.memory.past())
         present = (1, learned, *self.memory.current())
         for _ in range(connect.steps):
             optimizer.zero_grad()
             for alpha in el.sample_simplex(self.n + 1, connect.samples, device=past[2].device):
                 mixed = [mix(v, alpha[:-1]) for v in vertices]
                 loss = 0
-                for tasks, anchor, x, y in (past, present):
+                for weight, anchor, x, y in (past, present):
                     weights = {
                         name: w + alpha[-1] * anchor[name]
                         for name, w in zip(names, mixed, strict=True)
                     }
                     scores = functional_call(plain, weights, x)
-                    loss = loss + tasks * self.criterion(scores, y)
+                    loss = loss + weight * self.criterion(scores, y)
                 (loss / connect.samples).backward()
             optimizer.step()
 

@@ -16,7 +16,6 @@ from ..settings import Settings
 from .method import Criterion, Method
 
 DECAY = 0.9  # of the running Fisher information
-EVERY = 10  # steps whose squared gradients are averaged before they enter it
 
 
 class EWC(Method):
@@ -53,10 +52,11 @@ class EWC(Method):
         for s, p in zip(self.squares, self.params, strict=True):
             s.addcmul_(p.grad, p.grad)
         self.steps += 1
-        if self.steps % EVERY:
+        steps = self.settings.fisher_steps
+        if self.steps % steps:
             return
         for f, s in zip(self.fisher, self.squares, strict=True):
-            f.lerp_(s / EVERY, 1 - DECAY)
+            f.lerp_(s / steps, 1 - DECAY)
             s.zero_()
 
     @torch.no_grad()

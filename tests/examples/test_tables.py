@@ -55,7 +55,7 @@ def test_the_papers_numbers():
     # The same network in two tables, from separate runs.
     assert found("parameters", **wide, hidden=None).accuracy == Number(83.17, 0.63)
     assert found("main_results", **wide).accuracy == Number(82.9, 0.4)
-    assert found("main_results", benchmark="split-cifar100", method="multitask").forgetting == (
+    assert found("main_results", benchmark="split-cifar-100", method="multitask").forgetting == (
         Number(0.0, None)
     )
 
@@ -115,13 +115,13 @@ def test_an_ordering_of_less_forgetting(tmp_path):
 def test_the_papers_orderings_are_all_there():
     claims = {
         (o.better.benchmark, o.better.name, o.worse.name)
-        for o in orderings(["rotated-mnist", "permuted-mnist", "split-cifar100"])
+        for o in orderings(["rotated-mnist", "permuted-mnist", "split-cifar-100"])
     }
     subspace, ensemble = "subspace-connectivity n=3", "ensemble-mc-sgd n=3"
-    for benchmark in ("rotated-mnist", "permuted-mnist", "split-cifar100"):
+    for benchmark in ("rotated-mnist", "permuted-mnist", "split-cifar-100"):
         assert (benchmark, subspace, "mc-sgd") in claims
         for n in (2, 3):
             assert (benchmark, f"ensemble-mc-sgd n={n}", f"ensemble-mc-sgd-bagging n={n}") in claims
     assert ("rotated-mnist", subspace, ensemble) in claims
-    assert ("split-cifar100", ensemble, subspace) in claims
+    assert ("split-cifar-100", ensemble, subspace) in claims
     assert ("permuted-mnist", subspace, ensemble) not in claims
