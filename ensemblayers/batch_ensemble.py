@@ -411,7 +411,8 @@ def repeat_forward(module: nn.Module, n: int, args: Any, kwargs: Any) -> Any:
 
     def fold(leaf: Any) -> Any:
         folds = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows
-        return leaf.repeat(n, *(1,) * (leaf.dim() - 1)) if folds else leaf
+        # Not repeat, which takes images with channels last out of that order.
+        return torch.cat([leaf] * n) if folds else leaf
 
     def unfold(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

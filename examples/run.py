@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import platform
 import tempfile
 import time
@@ -19,6 +18,7 @@ from . import metrics
 from .benchmarks import Benchmark
 from .costs import paper_cost, relative_flops
 from .errors import UsageError
+from .files import whole_file
 from .memory import Memory
 from .methods import METHODS
 from .settings import Settings, single_hidden
@@ -147,15 +147,8 @@ def file_name(method: str, n: int, seed: int, hidden: int | None = None) -> str:
 def save(result: dict[str, Any], folder: Path, hidden: int | None = None) -> Path:
     """Write a result as JSON, atomically: the file is whole or not there."""
     path = folder / file_name(result["method"], result["n"], result["seed"], hidden)
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(_json(result))
-        os.chmod(temporary, 0o644)  # mkstemp's files are the owner's alone.
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(path, "w") as file:
+        file.write(_json(result))
     return path
 
 

@@ -206,6 +206,16 @@ def test_rows_of_repeat(train, mode):
     assert y.squeeze(-1).tolist() == [[0, 1], [100, 101], [200, 201]]
 
 
+def test_members_see_images_with_channels_last_as_they_are():
+    seen = []
+    model = el.to_batch_ensemble(nn.Sequential(nn.Conv2d(3, 4, 3)), n=2).eval()
+    model.module[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    x = torch.randn(5, 3, 8, 8).to(memory_format=torch.channels_last)
+    model(x)
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(seen[0], torch.cat([x, x]))
+
+
 class Keywords(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,9 +77,11 @@ def test_first_task_is_not_connected_to_anything():
     assert all(map(torch.equal, trained.optimizer.vertices(), without))
 
 
-def test_mc_sgd_connects_as_equation_2_says(monkeypatch):
+@pytest.mark.parametrize("summed", [True, False])
+def test_mc_sgd_connects_as_equation_2_says(monkeypatch, summed):
     """The second phase against plain autograd on one network, point by point."""
-    trained = learned("mc-sgd", Settings(lr=0.1, momentum=0.5, connect=CONNECT), tasks=2)
+    connect = replace(CONNECT, summed=summed)
+    trained = learned("mc-sgd", Settings(lr=0.1, momentum=0.5, connect=connect), tasks=2)
     memory, previous = trained.memory, trained.previous
     trained.start(2)
     for _ in range(5):
@@ -105,7 +108,8 @@ def test_mc_sgd_connects_as_equation_2_says(monkeypatch):
         loss = 0
         for anchor, images, labels in [(previous, x1, y1), (previous, x2, y2), (solution, x, y)]:
             at = {k: (1 - share) * w[k] + share * anchor[k] for k in names}
-            loss = loss + F.cross_entropy(torch.func.functional_call(net, at, images), labels)
+            own = F.cross_entropy(torch.func.functional_call(net, at, images), labels)
+            loss = loss + (own if summed or anchor is solution else own / 2)
         grads = torch.autograd.grad(loss, list(w.values()))
         with torch.no_grad():
             for (k, v), g in zip(w.items(), grads, strict=True):
