@@ -23,6 +23,7 @@ class Connect:
     sigma: float = 0.005  # standard deviation of the members around the start
     steps: int = 40  # open in the paper; each step sees the whole buffer
     summed: bool = True  # the losses of the past tasks: summed, or their mean
+    apart: bool = False  # each past task is a batch of its own, as BatchNorm sees it in evaluation
 
 
 @dataclass(frozen=True)

@@ -37,15 +37,17 @@ class SubspaceConnectivity(SubspaceMethod):
         names = [name for name, _ in self.model.named_parameters()]
         vertices = [v.requires_grad_() for v in self.optimizer.vertices()]
         optimizer = torch.optim.SGD(vertices, connect.lr, momentum=connect.momentum)
-        # The sum of the past tasks' losses: their number times the mean over all their examples.
-        past = (task if connect.summed else 1, self.previous, *self.memory.past())
-        present = (1, learned, *self.memory.current())
+        # One batch of all past tasks has the mean of their losses: each has as many examples.
+        past = self.memory.tasks[:-1] if connect.apart else [self.memory.past()]
+        weight = (task if connect.summed else 1) / len(past)
+        terms = [(weight, self.previous, *batch) for batch in past]
+        terms.append((1, learned, *self.memory.current()))
         for _ in range(connect.steps):
             optimizer.zero_grad()
-            for alpha in el.sample_simplex(self.n + 1, connect.samples, device=past[2].device):
+            for alpha in el.sample_simplex(self.n + 1, connect.samples, device=vertices[0].device):
                 mixed = [mix(v, alpha[:-1]) for v in vertices]
                 loss = 0
-                for weight, anchor, x, y in (past, present):
+                for weight, anchor, x, y in terms:
                     weights = {
                         name: w + alpha[-1] * anchor[name]
                         for name, w in zip(names, mixed, strict=True)

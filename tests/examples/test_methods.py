@@ -78,9 +78,10 @@ def test_first_task_is_not_connected_to_anything():
 
 
 @pytest.mark.parametrize("summed", [True, False])
-def test_mc_sgd_connects_as_equation_2_says(monkeypatch, summed):
+@pytest.mark.parametrize("apart", [True, False])
+def test_mc_sgd_connects_as_equation_2_says(monkeypatch, summed, apart):
     """The second phase against plain autograd on one network, point by point."""
-    connect = replace(CONNECT, summed=summed)
+    connect = replace(CONNECT, summed=summed, apart=apart)
     trained = learned("mc-sgd", Settings(lr=0.1, momentum=0.5, connect=connect), tasks=2)
     memory, previous = trained.memory, trained.previous
     trained.start(2)
