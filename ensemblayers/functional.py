@@ -165,9 +165,13 @@ def batch_ensemble_linear(
     tensor([[2.],
             [0.]])
     """
-    r, s, bias = _fast_weights(x, members, r, s, bias)
+    members = _check_members(x, len(r), members)
     flat = x if x.dim() == 2 else x.flatten(0, -2)
-    y = _over_pairs(lambda *fast: ops.batch_ensemble_linear.linear(flat, weight, *fast), r, s, bias)
+
+    def one(*fast: Tensor | None) -> Tensor:
+        return ops.batch_ensemble_linear.linear(flat, weight, *fast, members)
+
+    y = _over_pairs(one, r, s, bias)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -205,10 +209,11 @@ def batch_ensemble_conv(
     options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
     if x.dim() != weight.dim():
         raise ValueError(f"expected x [n * b, in, *space], got {list(x.shape)}")
-    r, s, bias = _fast_weights(x, members, r, s, bias)
+    members = _check_members(x, len(r), members)
+    scale = ops.member_scale.scale
 
     def one(r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
-        return _scale(conv(_scale(x, r), weight, **options), s, bias)
+        return scale(conv(scale(x, r, None, members), weight, **options), s, bias, members)
 
     return _over_pairs(one, r, s, bias)
 
@@ -262,25 +267,20 @@ class _StackedLinear(torch.autograd.Function):
         return d_x, d_weight, grad.sum(1) if needs[2] else None
 
 
-def _fast_weights(
-    x: Tensor, members: Tensor | None, *tensors: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """r, s and bias such that x is member-major for them: with ``members``, a row an example."""
-    n = len(tensors[0])
+def _check_members(x: Tensor, n: int, members: Tensor | None) -> Tensor | None:
+    """``members`` of the rows of x, or None where these are member-major, or there are none."""
     if members is None:
         if x.shape[0] % n:
             raise ValueError(
                 f"expected a member-major batch [n * b, ...] that divides by n={n} members, "
                 f"got {x.shape[0]} rows"
             )
-        return tensors
+        return None
     if members.dim() != 1:
         raise ValueError(f"expected members [B], the member of each row, got {list(members.shape)}")
     if len(x) % max(len(members), 1) or bool(len(x)) != bool(len(members)):
         raise ValueError(f"expected members of {x.shape[0]} rows, got {len(members)}")
-    if not len(x):
-        return tensors
-    return tuple(None if t is None else t.index_select(0, members) for t in tensors)
+    return members if len(x) else None
 
 
 def _over_pairs(one: Callable[..., Tensor], r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
@@ -292,17 +292,6 @@ def _over_pairs(one: Callable[..., Tensor], r: Tensor, s: Tensor, bias: Tensor |
     for pair in others:
         y = y + one(*pair, None)
     return y
-
-
-def _scale(x: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
-    """Scale the channels of a folded batch as its members do, then shift them, in x's dtype."""
-    # An empty batch leaves no -1 to infer.
-    members = x.unflatten(0, (len(scale), x.shape[0] // len(scale)))
-    # Not torch.addcmul, which is slow for factors that are constant along the last dimension.
-    out = members * _align(scale, members.dim(), at=2).to(x.dtype)
-    if shift is not None:
-        out = out + _align(shift, members.dim(), at=2).to(x.dtype)
-    return out.flatten(0, 1)
 
 
 def _align(rows: Tensor, dim: int, *, at: int) -> Tensor:

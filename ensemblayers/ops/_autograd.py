@@ -6,6 +6,7 @@ without data), so that torch.compile and torch.export carry them along. Around t
 ``torch.library.register_autograd`` would compose neither with that nor with ``torch.func``.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,8 @@ def differentiable(
         forward: ``(*inputs, keep) -> (output, *kept)``; kept is for the backward pass, where
             ``keep`` says that there may be one, and not differentiable.
         backward: ``(grad, *inputs, *kept, needs) -> gradients``, one an input, whatever where its
-            flag in ``needs`` is False.
+            flag in ``needs`` is False; inputs that can't have one, such as indices, come last and
+            are left out.
         plain: forward, in plain PyTorch; takes its place where torch.vmap has to look inside.
         plain_backward: the same for backward, and what is differentiated for the second derivative.
     """
@@ -59,8 +61,8 @@ def differentiable(
 
     def second_derivative(ctx, *grads: Tensor):
         tensors, needs = ctx.saved_tensors, ctx.needs
-        # Tensors that are none (no bias) are no arguments of a transform.
-        present = [k for k, t in enumerate(tensors) if t is not None]
+        # Neither no tensor (no bias) nor an index is an argument of a transform.
+        present = [k for k, t in enumerate(tensors) if t is not None and t.is_floating_point()]
 
         def of_present(*some: Tensor):
             every = list(tensors)
@@ -95,7 +97,9 @@ def differentiable(
             found = backward(grad, *ctx.saved_tensors, needs)
         else:
             found = _twin(Backward, EagerBackward).apply(grad, *ctx.saved_tensors, needs)
-        return *(g if need else None for g, need in zip(found, needs, strict=True)), None
+        # An index needs none.
+        wanted = itertools.zip_longest(found, needs)
+        return *(g if need else None for g, need in wanted), None
 
     class Forward(Function):
         setup_context = staticmethod(keep_for_backward)

@@ -1,7 +1,9 @@
-"""Where the Triton kernels of the layers can run."""
+"""Where the Triton kernels of the layers can run, and what chooses among algorithms there."""
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -24,6 +26,12 @@ def takes(*tensors: Tensor | None) -> bool:
     )
 
 
+def takes_index(index: Tensor | None, x: Tensor) -> bool:
+    """Whether kernels that take x can take an index too."""
+    integers = (torch.int32, torch.int64)
+    return index is None or (index.dtype in integers and index.device == x.device)
+
+
 @functools.cache
 def usable(device: torch.device) -> bool:
     """Whether Triton is installed and compiles for a CUDA device."""
@@ -39,3 +47,26 @@ def module(name: str) -> ModuleType | None:
         return importlib.import_module(f".{name}_triton", __package__)
     except ImportError:
         return None
+
+
+def on_tensor_cores(x: Tensor) -> bool:
+    """Whether tensor cores take a product of x: in half precision, or where torch allows tf32."""
+    return x.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+class Forced:
+    """Takes one algorithm of an operation in a block, for measurements: ``with forced(name):``."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.name: str | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if name not in self.names:
+            raise ValueError(f"expected an algorithm of {', '.join(self.names)}, got {name!r}")
+        before, self.name = self.name, name
+        try:
+            yield
+        finally:
+            self.name = before

@@ -3,21 +3,79 @@
 Plain PyTorch is the definition. For training on a CPU, C++ (``csrc/batch_ensemble_linear.cpp``)
 computes r's gradient along with W's, in the time of one product, where autograd takes a further
 one: a first layer has no use for the gradient of its scaled input. Kept for the backward pass are x
-and the products before s, not the scaled x.
+and the products before s, not the scaled x. Without gradients, r and s are folded into n weights
+where that touches fewer elements than to scale x and y (:func:`folds`).
 
-Without gradients, r and s are folded into n weights where that touches fewer elements than to scale
-x and y (:func:`folds`).
+On CUDA, in Triton (:mod:`.batch_ensemble_linear_triton`), only x is kept. Which algorithm is taken
+(:func:`algorithm`), and for x's gradient with the parts of x and y, r and s exchanged; the bounds
+are reckoned, not measured, and ``benchmarks/gpu.py`` measures them:
+
+====== =============================== =========================================================
+name   when                            what
+====== =============================== =========================================================
+folded over 2 * in rows a member       n weights ``W * s_m r_m^T``, one batched product
+scaled no tensor cores and over 128    the library's product between two passes that scale x and
+       rows; or from 4096 rows and     y
+       4096 x 4096 weights on
+fused  else                            x is scaled as the product loads it, y as it is stored
+====== =============================== =========================================================
+
+Rows with a member each by index are never folded. The gradients of W, r and s come from the
+products ``H_m = g_m^T x_m``, the cost of a plain layer's: ``dW = sum_m s_m r_m^T * H_m``, and those
+of s_m and r_m are the sums of ``r_m * W * H_m`` and ``s_m * W * H_m`` over in and out. One kernel
+computes H_m and keeps it in registers, or, from many rows on (:func:`gradient_algorithm`), reads
+what the library's batched product wrote.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .._gradients import gradient_memory, writes_gradients
 from .._transforms import is_recorded
-from . import native
+from . import _triton, native
+from ._autograd import define, differentiable
+from .member_scale import of_groups, to_members
+from .mix import no_autocast
 
 LEAST_ROWS = 4  # A member's, from which on the C++ kernels are faster.
 FOLD = 1.5  # How many times the elements of n weights those of x and y have to be.
+
+# On CUDA:
+FOLDED_ROWS = 2  # Times the features in, rows a member: more are worth n weights.
+LARGE_ROWS, LARGE_WEIGHT = 4096, 4096**2  # From both on, the library's product is the faster one.
+FUSED_ROWS = 128  # Without tensor cores.
+GRADIENT_ROWS = 2048  # A member's: more are worth writing and reading its H.
+
+forced = _triton.Forced("fused", "scaled", "folded")
+
+
+def algorithm(x: Tensor, weight: Tensor, groups: int, indexed: bool) -> str:
+    """The algorithm's name on CUDA.
+
+    Args:
+        x, weight: ``[rows, in]``, ``[out, in]``.
+        groups: how many groups of consecutive rows have one member each.
+        indexed: whether an index says which.
+    """
+    if forced.name is not None and not (indexed and forced.name == "folded"):
+        return forced.name
+    rows = len(x)
+    if not indexed and rows > FOLDED_ROWS * x.shape[1] * groups:
+        return "folded"
+    if not _triton.on_tensor_cores(x):
+        return "scaled" if rows > FUSED_ROWS else "fused"
+    return "scaled" if rows >= LARGE_ROWS and weight.numel() >= LARGE_WEIGHT else "fused"
+
+
+def gradient_algorithm(x: Tensor, groups: int, indexed: bool) -> str:
+    """That of the gradients of W, r and s: ``"fused"`` or ``"library"``."""
+    if indexed:  # A member's rows are anywhere.
+        return "fused"
+    if _triton.on_tensor_cores(x):
+        return "fused" if len(x) <= GRADIENT_ROWS * groups else "library"
+    return "fused" if len(x) <= FUSED_ROWS else "library"
 
 
 def plain_linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
@@ -35,8 +93,23 @@ def plain_linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor |
     return shifted.flatten(0, 1)
 
 
-def linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
-    """As :func:`plain_linear`, by the C++ kernels where they are faster."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    s: Tensor,
+    bias: Tensor | None,
+    members: Tensor | None = None,
+) -> Tensor:
+    """As :func:`plain_linear`, by the fastest way there is.
+
+    Args:
+        members: the members ``[groups]`` of the groups into which the rows divide; None: each
+            member has one, in their order.
+    """
+    if takes(x, weight, r, s, bias, members):
+        return fused_linear(x, weight, r, s, bias, members)
+    r, s, bias = of_groups(members, r, s, bias)
     if _in_cpp(x, weight, r, s, bias):
         return _Linear.apply(x, weight, r, s, bias)
     if folds(x, weight, r):
@@ -123,3 +196,113 @@ def _differentiable(grad: Tensor, inputs: list[Tensor | None], needs: tuple[bool
     found = torch.autograd.grad(y, [own[k] for k in wanted], grad, create_graph=again)
     gradients = dict(zip(wanted, found, strict=True))
     return tuple(gradients.get(k) for k in range(len(inputs)))
+
+
+# -------------------------------------------------------------------------------------------- CUDA
+
+
+def plain_members_linear(
+    x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None, members: Tensor | None
+) -> Tensor:
+    """:func:`plain_linear` in the dtype of x, with the members of groups of rows by index."""
+    r, s, bias = of_groups(members, r, s, bias)
+    with no_autocast(x.device.type):
+        return plain_linear(x, weight.to(x.dtype), r, s, bias)
+
+
+def plain_members_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    s: Tensor,
+    bias: Tensor | None,
+    members: Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, weight, r, s and bias; empty where not needed."""
+    inputs = (x, weight, r, s, bias)
+    found = [(grad if t is None else t).new_empty(0) for t in inputs]
+    own_r, own_s = (t.unsqueeze(1).to(x.dtype) for t in of_groups(members, r, s))
+    groups = len(own_r)
+    x, g = (t.reshape(groups, len(t) // groups, t.shape[1]) for t in (x, grad))
+    with no_autocast(x.device.type):
+        w = weight.to(x.dtype)
+        x_r, g_s = x * own_r, g * own_s
+        if needs[0] or needs[2]:
+            d_x_r = g_s @ w
+        if needs[0]:
+            found[0] = (d_x_r * own_r).flatten(0, 1)
+        if needs[1]:
+            found[1] = (g_s.flatten(0, 1).mT @ x_r.flatten(0, 1)).to(weight.dtype)
+        if needs[2]:
+            found[2] = to_members((d_x_r * x).sum(1), members, r)
+        if needs[3]:
+            found[3] = to_members((g * (x_r @ w.mT)).sum(1), members, s)
+        if needs[4]:
+            found[4] = to_members(g.sum(1), members, bias)
+    return tuple(found)
+
+
+def _cuda(x, weight, r, s, bias, members):
+    return _triton.module("batch_ensemble_linear").forward(x, weight, r, s, bias, members)
+
+
+def _cuda_backward(*arguments):
+    return _triton.module("batch_ensemble_linear").backward(*arguments)
+
+
+def _fake_backward(grad, x, weight, r, s, bias, members, needs):
+    return tuple(
+        (grad if t is None else t).new_empty(t.shape if need else 0)
+        for t, need in zip((x, weight, r, s, bias), needs, strict=False)
+    )
+
+
+_forward_op = define(
+    "batch_ensemble_linear(Tensor x, Tensor weight, Tensor r, Tensor s, Tensor? bias,"
+    " Tensor? members) -> Tensor",
+    plain=plain_members_linear,
+    cuda=_cuda,
+    fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
+)
+_backward_op = define(
+    "batch_ensemble_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor r, Tensor s,"
+    " Tensor? bias, Tensor? members, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    plain=plain_members_linear_backward,
+    cuda=_cuda_backward,
+    fake=_fake_backward,
+)
+
+rows_linear = differentiable(
+    lambda *arguments: (_forward_op(*arguments[:-1]),),
+    _backward_op,
+    lambda *arguments: (plain_members_linear(*arguments[:-1]),),
+    plain_members_linear_backward,
+)
+
+
+def takes(
+    x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None, members: Tensor | None
+) -> bool:
+    """Whether :func:`fused_linear` can take these tensors; what it can't has torch's errors."""
+    if not (_triton.takes(x, weight, r, s, bias) and _triton.takes_index(members, x)):
+        return False
+    if x.shape[1] != weight.shape[1] or r.shape[1] != weight.shape[1]:
+        return False
+    if s.shape[1] != len(weight) or (bias is not None and bias.shape != s.shape):
+        return False
+    return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+
+
+def fused_linear(
+    x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None, members: Tensor | None
+) -> Tensor:
+    """:func:`linear` by its kernels.
+
+    Under autocast x is cast, and the output is in its dtype; the others are cast when loaded.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    return rows_linear(x, weight, r, s, bias, members)

@@ -18,9 +18,8 @@ product ``G = g^T x`` whose epilogue writes ``alpha_i G`` and sums ``<G, W_i>`` 
 or, for many rows (:func:`gradient_algorithm`), the library's product and one pass over it.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -34,41 +33,24 @@ FUSED_ROWS = 128  # Beyond, every tile of rows mixes the weights once more.
 FUSED_MEMBERS = 10  # More don't fit into shared memory with two stages.
 GRADIENT_ROWS = 1024  # Beyond, the library's faster product is worth a second pass.
 
-_forced: str | None = None
+# For measurements; alpha [rows, n] keeps its own.
+forced = _triton.Forced("fused", "mixed")
 
 
 def algorithm(x: Tensor, weight: Tensor, alpha: Tensor) -> str:
     """The algorithm's name for x ``[rows, in]``, weight ``[n, out, in]`` on CUDA."""
     if alpha.dim() == 2:
-        return "each" if _on_tensor_cores(x) else "scaled"
-    if _forced is not None:
-        return _forced
+        return "each" if _triton.on_tensor_cores(x) else "scaled"
+    if forced.name is not None:
+        return forced.name
     fits = len(x) <= FUSED_ROWS and len(weight) <= FUSED_MEMBERS
-    return "fused" if fits and _on_tensor_cores(x) else "mixed"
+    return "fused" if fits and _triton.on_tensor_cores(x) else "mixed"
 
 
 def gradient_algorithm(x: Tensor) -> str:
     """That of the weights' gradient at one point: ``"fused"`` or ``"library"``."""
-    return (
-        "fused" if len(x) <= (GRADIENT_ROWS if _on_tensor_cores(x) else FUSED_ROWS) else "library"
-    )
-
-
-def _on_tensor_cores(x: Tensor) -> bool:
-    return x.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-@contextlib.contextmanager
-def forced(name: str) -> Iterator[None]:
-    """Take one algorithm in this block, for measurements; alpha ``[rows, n]`` keeps its own."""
-    global _forced
-    if name not in ("fused", "mixed"):
-        raise ValueError(f"expected algorithm 'fused' or 'mixed', got {name!r}")
-    before, _forced = _forced, name
-    try:
-        yield
-    finally:
-        _forced = before
+    most = GRADIENT_ROWS if _triton.on_tensor_cores(x) else FUSED_ROWS
+    return "fused" if len(x) <= most else "library"
 
 
 # -------------------------------------------------------------------------------------- definition

@@ -2,13 +2,26 @@
 
 import itertools
 
+import checks
 import pytest
 import torch
 import torch.nn.functional as F
 from cards import CARDS, compiled, resources
+from checks import (
+    BF16,
+    F16,
+    F32,
+    NAMES,
+    SIZES,
+    Shape,
+    assert_as_exact_as_the_library,
+    assert_fits,
+    error,
+    randn,
+    strided,
+)
 from interpreted import (
     DEVICE,
-    INTERPRETED,
     compiles,
     on_gpu,
     run_interpreted,
@@ -24,56 +37,14 @@ pytest.importorskip("triton", reason="Triton isn't installed")
 from ensemblayers.ops import mix_triton
 from ensemblayers.ops import subspace_linear_triton as kernels
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-SIZES = [1, 2, 3, 7, 15, 17, 31, 33, 127, 129]
+poisoned, precision = checks.poisoned, checks.precision
 # Each size once as rows, features out and features in.
 SHAPES = list(zip(SIZES, SIZES[3:] + SIZES[:3], SIZES[6:] + SIZES[:6], strict=True))
 ALL = [True, True, True, True]
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that a kernel does not write is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1).isnan() and torch.zeros(1).new_empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True, params=["ieee", "tf32"] if DEVICE == "cuda" else ["ieee"])
-def precision(request, monkeypatch):
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = request.param
-    # The kernels are right without tensor cores too, though slow.
-    monkeypatch.setattr(subspace_linear, "_on_tensor_cores", lambda x: True)
-    yield
-    torch.backends.cuda.matmul.fp32_precision = before
-
-
-def randn(*shape, dtype=F32):
-    return torch.randn(shape, dtype=F64).to(DEVICE, dtype)
-
-
 def simplex(n, *size):
     return el.sample_simplex(n, *size).to(DEVICE)
-
-
-def error(found, exact):
-    """Relative root mean square."""
-    assert found.shape == exact.shape
-    return ((found.double() - exact).norm() / exact.norm()).item() if exact.numel() else 0.0
-
-
-def assert_as_exact_as_the_library(found, exact, library):
-    """No more than 1.5 times the error of the same in torch's own kernels of the same dtype.
-
-    Or a few roundings in float32: of a handful of numbers either error is luck.
-    """
-    for name in found:
-        limit = max(1.5 * error(library[name], exact[name]), 4 * torch.finfo(F32).eps)
-        if INTERPRETED and found[name].dtype == BF16:  # It cuts off where a card rounds.
-            limit = torch.finfo(BF16).eps
-        assert error(found[name], exact[name]) <= limit, name
 
 
 def outputs(forward, backward, x, weight, bias, alpha, grad):
@@ -150,13 +121,6 @@ def test_a_sum_that_is_split(monkeypatch):
     monkeypatch.setattr(kernels, "point_configs", split)
     for ins in (129, 256, 7):
         check(*case(5, 33, ins, 3, False, F32))
-
-
-def strided(t):
-    """The same values, every other element of a transposed buffer."""
-    base = torch.full((*t.shape[:-2], 2 * t.shape[-1], t.shape[-2]), 7.0, dtype=t.dtype)
-    view = base.to(t.device)[..., ::2, :].transpose(-1, -2)
-    return view.copy_(t)
 
 
 @runs
@@ -403,22 +367,6 @@ def test_in_the_interpreter():
     run_interpreted(__file__)
 
 
-class Shape:
-    """Of a tensor, what the choice of a configuration looks at."""
-
-    def __init__(self, dtype, *shape):
-        self.dtype, self.shape = dtype, shape
-
-    def __len__(self):
-        return self.shape[0]
-
-    def element_size(self):
-        return self.dtype.itemsize
-
-
-NAMES = {F32: "fp32", BF16: "bf16"}
-
-
 def shipped(limit, x_dtype, w_dtype):
     """Kernels, n, and the configurations that are taken without tuning, for a few sizes."""
     for rows, size in ((10, 1024), (128, 4096)):
@@ -457,12 +405,5 @@ def test_compiles_without_spills(card, x_dtype, w_dtype, tmp_path):
     print(f"\n{card}: registers / bytes spilled / shared memory, tensor cores by")
     for kernel, n, config in dict.fromkeys(shipped(limit, x_dtype, w_dtype)):
         k = built(kernel, config, card, x_dtype, w_dtype, n)
-        registers, spilled = resources(k, card, tmp_path)
-        code = k.asm["ptx"] if card[0] == "cuda" else k.asm["amdgcn"]
-        way = next(w for w in ("wgmma.mma_async", "mma.sync", "mfma") if w in code)
-        print(
-            f"{kernel.__name__:16}{NAMES[x_dtype]:>5} x {NAMES[w_dtype]}  n={n} {config}: "
-            f"{registers} / {spilled} / {k.metadata.shared >> 10}K, {way}"
-        )
-        assert spilled == 0
-        assert k.metadata.shared <= limit
+        about = f"{NAMES[x_dtype]:>5} x {NAMES[w_dtype]}  n={n}"
+        assert_fits(kernel, k, config, about, card, limit, resources(k, card, tmp_path))
