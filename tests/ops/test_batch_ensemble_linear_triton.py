@@ -82,11 +82,10 @@ def check(*given, ours=OURS, plain=PLAIN, of=outputs):
 
 
 @runs
-@KINDS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sizes(shape, indexed):
+def test_sizes(shape):
     with op.forced("fused"):
-        check(*case(*shape, 2, indexed, F32))
+        check(*case(*shape, 2, shape[0] % 4 == 3, F32))
 
 
 @runs
@@ -112,18 +111,18 @@ def test_numbers_of_members(n, indexed):
 def test_every_algorithm(name, dtype, indexed, monkeypatch):
     monkeypatch.setattr(op, "GRADIENT_ROWS", 100 if name == "fused" else 0)
     with op.forced(name):
-        check(*case(9, 17, 31, 3, indexed, dtype))
-        check(*case(9, 17, 31, 3, indexed, dtype, bias=False))
+        check(*case(5, 17, 31, 3, indexed, dtype))
+        check(*case(5, 17, 31, 2, indexed, dtype, bias=False))
 
 
 @runs
 @KINDS
 def test_tiles_of_several_members_and_of_one(indexed, monkeypatch):
-    for config in (tuning.Config(16, 16, 16), tuning.Config(16, 16, 16, split=2)):
-        monkeypatch.setattr(kernels, "product_configs", lambda *_, config=config: [config])
-        for each in (1, 5, 16, 30, 33):
-            with op.forced("fused"):
-                check(*case(each, 33, 50, 3, indexed, F32))
+    config = tuning.Config(32, 16, 32, split=2 if indexed else 1)
+    monkeypatch.setattr(kernels, "product_configs", lambda *_: [config])
+    for each in (5, 16, 30):
+        with op.forced("fused"):
+            check(*case(each, 33, 66, 2, indexed, F32))
 
 
 @runs
@@ -198,7 +197,7 @@ def test_a_member_that_is_not_there_gives_nan():
 @runs
 @KINDS
 def test_the_same_bits_each_time(indexed):
-    given = case(33, 65, 70, 3, indexed, F32)
+    given = case(33, 65, 70, 2, indexed, F32)
     first, second = (outputs(*OURS, *given) for _ in range(2))
     for name in first:
         assert torch.equal(first[name], second[name]), name
@@ -231,10 +230,10 @@ def scale_case(each, channels, space, n, indexed, dtype=F32, shift=True):
 @runs
 @KINDS
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("space", [(), (1,), (7, 5), (3, 2, 2), (33, 35)], ids=str)
+@pytest.mark.parametrize("space", [(), (1,), (3, 2, 2), (33, 35)], ids=str)
 def test_scales(space, dtype, indexed):
-    check_scales(*scale_case(3, 5, space, 3, indexed, dtype, shift=True))
-    check_scales(*scale_case(1, 17, space, 2, indexed, dtype, shift=False))
+    check_scales(*scale_case(2, 3, space, 2, indexed, dtype, shift=True))
+    check_scales(*scale_case(1, 3, space, 2, indexed, dtype, shift=False))
 
 
 @runs
@@ -254,7 +253,11 @@ def test_scales_of_any_layout(indexed):
 @KINDS
 def test_scales_of_nothing(indexed):
     for each, channels, space in ((0, 3, (2,)), (2, 0, (2,)), (2, 3, (0,))):
-        check_scales(*scale_case(each, channels, space, 3, indexed))
+        given = scale_case(each, channels, space, 3, indexed)
+        found = scale_outputs(scales.forward, scales.backward, *given)
+        plain = (member_scale.plain_scale, member_scale.plain_scale_backward)
+        for name, expected in scale_outputs(*plain, *given).items():
+            torch.testing.assert_close(found[name], expected, msg=name)
 
 
 @runs
@@ -375,11 +378,12 @@ def test_the_rule_without_tensor_cores(monkeypatch):
 
 
 def shipped(limit, x_dtype, w_dtype):
-    """Kernels, and the configurations that are taken without tuning, for a few sizes."""
-    for each, size in ((10, 1024), (32, 4096), (256, 1024), (2000, 2048)):
+    """Kernels, rows a group, and the configurations taken without tuning, for a few sizes."""
+    for each, size in ((10, 1024), (32, 4096), (2000, 2048)):
         x, weight = Shape(x_dtype, 4 * each, size), Shape(w_dtype, size, size)
         yield kernels.product_kernel, each, kernels.product_configs(x, weight, limit, each)[0]
-        yield kernels.gradient_kernel, each, kernels.gradient_configs(x, weight, limit, each)[0]
+        if each != 10:
+            yield kernels.gradient_kernel, each, kernels.gradient_configs(x, weight, limit, each)[0]
 
 
 def built(kernel, each, config, card, x_dtype, w_dtype, **flags):
@@ -407,9 +411,25 @@ def built(kernel, each, config, card, x_dtype, w_dtype, **flags):
 def test_compiles_without_spills(card, x_dtype, w_dtype, tmp_path):
     limit = CARDS[card]
     print(f"\n{card}: registers / bytes spilled / shared memory, tensor cores by")
-    for kernel, each, config in dict.fromkeys(shipped(limit, x_dtype, w_dtype)):
-        for flags in ({"INDEXED": False}, {"INDEXED": True}):
-            flags["GIVEN"] = kernel is kernels.gradient_kernel and each == 2000
-            k = built(kernel, each, config, card, x_dtype, w_dtype, **flags)
-            about = f"{NAMES[x_dtype]:>5} x {NAMES[w_dtype]} {each} rows {flags}"
-            assert_fits(kernel, k, config, about, card, limit, resources(k, card, tmp_path))
+    for kernel, each, config in shipped(limit, x_dtype, w_dtype):
+        flags = {"INDEXED": each < 1000, "GIVEN": each > 1000}
+        k = built(kernel, each, config, card, x_dtype, w_dtype, **flags)
+        about = f"{NAMES[x_dtype]:>5} x {NAMES[w_dtype]} {each} rows"
+        assert_fits(kernel, k, config, about, card, limit, resources(k, card, tmp_path))
+
+
+@compiles
+@pytest.mark.parametrize("card", CARDS, ids=str)
+def test_scales_compile_without_spills(card, tmp_path):
+    pointers = ("x", "grad", "y", "d_x", "scale", "shift")
+    signature = dict.fromkeys(pointers, "*bf16") | {"members": "*i64"}
+    signature |= dict.fromkeys(("d_scale", "d_shift"), "*fp32")
+    signature |= dict.fromkeys(("n", "each", "scale_member", "shift_member"), "i32")
+    signature |= dict.fromkeys(("channels", "space", "x_channel"), "i32:16")
+    constants = dict.fromkeys(("x_space", "scale_channel", "shift_channel"), 1)
+    constants |= dict.fromkeys(("INDEXED", "SHIFT", "SCALE", "X"), True)
+    constants |= {"PARTS": 8, "C": 1, "S": scales.BLOCK}
+    for kernel in (scales.scale_kernel, scales.scale_backward_kernel):
+        k = compiled(kernel, card, signature, constants, num_warps=scales.WARPS)
+        found = resources(k, card, tmp_path)
+        assert_fits(kernel, k, scales.BLOCK, "bf16", card, CARDS[card], found)
