@@ -13,6 +13,7 @@ from torch.func import functional_call, vmap
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils import _pytree as pytree
 
+from ._autocast import mapped_autocast
 from ._batched import batched_layers, run_batched
 from ._gradients import unbind
 from ._module import PlainKeys, copy_module, own_parameters
@@ -239,9 +240,13 @@ class StackedEnsemble(PlainKeys):
         saved = {name: b.clone() for name, b in buffers.items()}
         attributes = _snapshot(self.module)
 
+        tensors = itertools.chain(parameters.values(), buffers.values())
+        device = next((t.device.type for t in tensors), "cpu")
+
         def call(parameters: dict, buffers: dict, args: Any, kwargs: Any) -> Any:
             own = {**parameters, **buffers}
-            out = functional_call(self.module, own, args, kwargs, tie_weights=False)
+            with mapped_autocast(device):
+                out = functional_call(self.module, own, args, kwargs, tie_weights=False)
             if any(own[name] is not b for name, b in buffers.items()):
                 raise RuntimeError("a buffer was assigned, not updated in place")
             return out

@@ -385,7 +385,7 @@ def test_fake_tensors_and_counters_see_the_operations(strategy):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("strategy", ["auto", "loop"])  # In vmap, a bias makes it float32.
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
 def test_autocast_is_the_members(dtype, strategy):
     nets = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)) for _ in range(3)]
     ensemble = el.StackedEnsemble(nets, strategy=strategy)
@@ -399,6 +399,48 @@ def test_autocast_is_the_members(dtype, strategy):
         y, z = ensemble(x), torch.stack([net(x) for net in nets])
     assert y.dtype == z.dtype == torch.bfloat16
     torch.testing.assert_close(y, z)
+    y.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in ensemble.parameters())
+
+
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, value=x)[0]
+
+
+class ByKeyword(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, weight=self.weight, bias=self.bias)
+
+
+def grouped_conv(name, k):
+    return lambda bias: getattr(nn, f"{name}{k}d")(4, 4, 2, groups=2, bias=bias), (5, 4, *(3,) * k)
+
+
+AUTOCAST = {
+    "linear": (lambda bias: nn.Linear(4, 3, bias=bias), (5, 4)),
+    "linear by keyword": (lambda bias: ByKeyword(4, 3, bias=bias), (5, 2, 4)),
+    "attention": (lambda bias: SelfAttention(4, 2, bias=bias, batch_first=True), (5, 3, 4)),
+    "layer norm": (lambda bias: nn.LayerNorm(4), (5, 4)),
+    **{
+        f"{name}{k}d": grouped_conv(name, k)
+        for k in (1, 2, 3)
+        for name in ("Conv", "ConvTranspose")
+    },
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layer", AUTOCAST)
+def test_autocast_in_vmap_is_the_layers(layer, bias):
+    make, shape = AUTOCAST[layer]
+    nets, x = [make(bias) for _ in range(2)], torch.randn(shape)
+    ensemble = el.StackedEnsemble(nets, strategy="vmap")
+    with torch.autocast("cpu", torch.bfloat16):
+        y, z = ensemble(x, shared=True), torch.stack([net(x) for net in nets])
+    assert ensemble._vmaps and y.dtype == z.dtype
+    # Mapped, the product is rounded before a bias is added.
+    torch.testing.assert_close(y, z, rtol=2e-2, atol=2e-2)
     y.float().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in ensemble.parameters())
 
