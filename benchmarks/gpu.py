@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 if "--toy" in sys.argv:
@@ -29,16 +30,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ensemblayers as el
-from ensemblayers.ops import mix_next, mix_triton, subspace_linear, tuning
+from ensemblayers.ops import (
+    batch_ensemble_linear_triton,
+    member_scale_triton,
+    mix_next,
+    mix_triton,
+    subspace_linear,
+    tuning,
+)
 from ensemblayers.ops import subspace_linear_triton as kernels
 from examples.models import mlp, reduced_resnet
 
 from .clock import Prepared
-from .gpu_bench import Bench, Plan, Report, error
+from .gpu_batch_ensemble import batch_ensemble, tune_batch_ensemble
+from .gpu_bench import LIMITS, Bench, Plan, Report, dtype_of, error, precision
 
 ROOT = Path(__file__).parents[1]
-TESTS = ["tests/ops", "tests/test_optim.py"]
-LIMITS = {"bf16": 1e-2, "tf32": 2e-3, "float32": 1e-6}  # of the relative error: a few roundings
+# Those that run otherwise where there is a GPU.
+TESTS = [*sorted(map(str, ROOT.glob("tests/ops/test_*_triton.py"))), "tests/test_optim.py"]
 
 # -------------------------------------------------------------------------------------- 1 bandwidth
 
@@ -52,8 +61,8 @@ def bandwidth(b: Bench) -> None:
     b.report.add("ceilings", what="copy", GBps=b.bandwidth / 1e9)
     k = b.plan.product
     for dtype in b.plan.dtypes:
-        x, y = (b.randn(k, k, dtype=_dtype(dtype)) for _ in range(2))
-        with _precision(dtype):
+        x, y = (b.randn(k, k, dtype=dtype_of(dtype)) for _ in range(2))
+        with precision(dtype):
             ms = b.clock.race({"product": lambda x=x, y=y: x @ y})["product"].ms
         b.rates[dtype] = 2 * k**3 / ms * 1e3
         b.report.add("ceilings", what=f"product {dtype}", TFLOPs=b.rates[dtype] / 1e12)
@@ -96,26 +105,35 @@ def _pass(b: Bench, what: str, n: int, call, moved: int, right: bool) -> None:
 
 
 def tests(b: Bench) -> None:
-    """The tests that run on this device, in a process of their own."""
-    seconds = max(5.0, b.until - time.monotonic())
+    """The tests that run on this device, a process for each file: compilation takes most time."""
     # What compiles for other cards or runs in the interpreter needs no GPU.
-    chosen = "not compiles and not interpreter and not native"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, "-k", chosen]
-    if b.device.type == "cpu":
-        command.append("--collect-only")
+    chosen = "not spills and not interpreter"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    rehearsed = b.device.type == "cpu"
+    groups = [["--collect-only", *TESTS]] if rehearsed else [[file] for file in TESTS]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = [
+        subprocess.Popen([*command, *group], cwd=ROOT, env=environment, **pipes) for group in groups
+    ]
+    # A thread each, as a full pipe would stop its writer.
+    with ThreadPoolExecutor(len(groups)) as pool:
+        outcomes = pool.map(lambda process: _outcome(process, b.until), running)
+        for group, lines in zip(groups, outcomes, strict=True):
+            for line in lines:
+                if line.startswith(("FAILED", "ERROR", "E   ")):
+                    print(line)
+            b.report.add("tests", file=Path(group[-1]).name, result=lines[-1].strip("= "))
+
+
+def _outcome(process: subprocess.Popen, until: float) -> list[str]:
+    """The lines that tests print, which have until then."""
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
-        )
-        output = done.stdout + done.stderr
-    except subprocess.TimeoutExpired as expired:
-        output = (expired.stdout or b"").decode() + "\nstopped: out of time"
-    lines = [line for line in output.strip().splitlines() if line.strip()] or ["no output"]
-    for line in lines:
-        if line.startswith(("FAILED", "ERROR", "E   ")):
-            print(line)
-    b.report.add("tests", result=lines[-1].strip("= "))
+        output, _ = process.communicate(timeout=max(5.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output = process.communicate()[0] + "\nstopped: out of time"
+    return [line for line in output.strip().splitlines() if line.strip()] or ["no output"]
 
 
 # ----------------------------------------------------------------------------------------- 3 tuning
@@ -134,15 +152,17 @@ def tune(b: Bench) -> None:
     ]
     if b.plan.seconds < 100:
         return
+    half = (began + b.until) / 2
     with tuning.tuned(), torch.no_grad():
         for size, batch, n, dtype in shapes:
-            if not b.left():
+            if time.monotonic() > half:
                 break
             x, weight, bias, alpha = _layer(b, size, batch, n, dtype)
-            with _precision(dtype):
+            with precision(dtype):
                 if subspace_linear.algorithm(x, weight, alpha) == "fused":
                     kernels.point(x, weight, bias, alpha, True)
                 kernels.gradients(x, x, weight, bias, alpha, (True, True, False))
+        tune_batch_ensemble(b)
     seconds = time.monotonic() - began
     if tuning.entries() and b.device.type == "cuda":
         tuning.save(b.device)
@@ -153,7 +173,7 @@ def tune(b: Bench) -> None:
 
 
 def _layer(b: Bench, size: int, batch: int, n: int, dtype: str) -> tuple[Tensor, ...]:
-    t = _dtype(dtype)
+    t = dtype_of(dtype)
     weight = b.randn(n, size, size, dtype=t) / size**0.5
     return b.randn(batch, size, dtype=t), weight, b.randn(n, size, dtype=t), _point(b, n)
 
@@ -205,7 +225,7 @@ def forward(b: Bench) -> None:
 
         bytes_w = size * size * weight.element_size()
         moved = n * bytes_w + 2 * batch * size * x.element_size()
-        with _precision(dtype), torch.no_grad():
+        with precision(dtype), torch.no_grad():
             functions = {k: lambda f=f, given=given: f(*given) for k, f in ways.items()}
             floor = b.floor(moved, 2 * batch * size**2, dtype)
             about = {"in = out": size, "B": batch, "n": n, "dtype": dtype}
@@ -247,7 +267,7 @@ def step(b: Bench) -> None:
             return error(weight.grad.view(-1, *outer.shape)[0], share * outer)
 
         bytes_w = size * size * weight.element_size()
-        with _precision(dtype):
+        with precision(dtype):
             floor = b.floor((4 * n + 5) * bytes_w, 6 * batch * size**2, dtype)
             about = {"in = out": size, "B": batch, "n": n, "dtype": dtype}
             b.compare("step", functions, check, LIMITS[dtype], floor, **about)
@@ -344,73 +364,7 @@ def _finite(loss: Tensor) -> float:
     return 0.0 if bool(loss.isfinite()) else float("inf")
 
 
-def batch_ensemble(b: Bench) -> None:
-    """BatchEnsemble's linear layer with n = 4 against nn.Linear on the same rows."""
-    n = 4
-    for batch in b.plan.batches:
-        for dtype in b.plan.dtypes:
-            for size in b.plan.sizes:
-                if not b.left():
-                    return
-                _batch_ensemble_case(b, n, size, batch, dtype)
-
-
-def _batch_ensemble_case(b: Bench, n: int, size: int, batch: int, dtype: str) -> None:
-    t = _dtype(dtype)
-    x, weight = b.randn(n * batch, size, dtype=t), b.randn(size, size, dtype=t) / size**0.5
-    r, s, bias = (b.randn(n, size, dtype=t) for _ in range(3))
-    leaves = [v.requires_grad_() for v in (x, weight, r, s, bias)]
-    grad = b.randn(n * batch, size, dtype=t)
-    about = {"in = out": size, "rows": n * batch, "n": n, "dtype": dtype}
-
-    def forward(name: str) -> Tensor:
-        if name == "nn.Linear":
-            return F.linear(x, weight, bias[0])
-        return el.functional.batch_ensemble_linear(x, weight, r, s, bias)
-
-    def both(name: str) -> tuple[Tensor, ...]:
-        used = [x, weight, bias] if name == "nn.Linear" else leaves
-        return torch.autograd.grad(forward(name), used, grad)
-
-    def exactly(name: str) -> tuple[Tensor, Tensor]:
-        """The output and the weight's gradient in float64."""
-        x64, w64, r64, s64, b64 = (v.detach().double() for v in leaves)
-        g64 = grad.double()
-        if name == "nn.Linear":
-            return x64 @ w64.mT + b64[0], g64.mT @ x64
-        r64, s64, b64 = (v.repeat_interleave(batch, 0) for v in (r64, s64, b64))
-        return (x64 * r64) @ w64.mT * s64 + b64, (g64 * s64).mT @ (x64 * r64)
-
-    exact = {name: exactly(name) for name in ("nn.Linear", "ours")}
-    checks = {
-        "BatchEnsemble forward": (forward, lambda k: error(forward(k), exact[k][0])),
-        "BatchEnsemble forward + backward": (both, lambda k: error(both(k)[1], exact[k][1])),
-    }
-    for section, (call, check) in checks.items():
-        functions = {name: functools.partial(call, name) for name in exact}
-        with _precision(dtype), torch.set_grad_enabled(call is both):
-            b.compare(section, functions, check, LIMITS[dtype], **about)
-
-
 # --------------------------------------------------------------------------------------- the script
-
-
-def _dtype(name: str) -> torch.dtype:
-    return torch.bfloat16 if name == "bf16" else torch.float32
-
-
-class _precision:
-    """float32 products in tf32, or exactly."""
-
-    def __init__(self, dtype: str) -> None:
-        self.wanted = "ieee" if dtype == "fp32" else "tf32"
-
-    def __enter__(self) -> None:
-        self.before = torch.backends.cuda.matmul.fp32_precision
-        torch.backends.cuda.matmul.fp32_precision = self.wanted
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.fp32_precision = self.before
 
 
 def _point(b: Bench, n: int) -> Tensor:
@@ -429,11 +383,16 @@ def _on_cpu() -> None:
     _triton.takes = lambda *tensors: True
     mix_next._in_cpp, mix_next._in_triton = lambda *_: False, lambda *_: True
     _triton.on_tensor_cores = lambda x: True
+    _triton.takes_index = lambda *tensors: True
     replacements = {
         "mix": mix_triton.mix,
         "mix_backward": mix_triton.mix_backward,
         "subspace_linear": kernels.forward,
         "subspace_linear_backward": kernels.backward,
+        "batch_ensemble_linear": batch_ensemble_linear_triton.forward,
+        "batch_ensemble_linear_backward": batch_ensemble_linear_triton.backward,
+        "member_scale": member_scale_triton.forward,
+        "member_scale_backward": member_scale_triton.backward,
     }
     for name, kernel in replacements.items():
         _autograd.LIBRARY.impl(name, kernel, "CPU", allow_override=True)

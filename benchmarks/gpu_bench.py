@@ -15,6 +15,8 @@ from torch import Tensor
 
 from .clock import Clock, Time
 
+LIMITS = {"bf16": 1e-2, "tf32": 2e-3, "float32": 1e-6}  # of the relative error: a few roundings
+
 
 @dataclasses.dataclass
 class Plan:
@@ -27,22 +29,23 @@ class Plan:
     rounds: int = 15
     seconds: float = 8 * 60
     # Shares of the time: a section that meets its end stops, and the next one begins.
-    ends: tuple[float, ...] = (0.03, 0.28, 0.5, 0.7, 0.88, 0.95, 1.0)
+    ends: tuple[float, ...] = (0.03, 0.25, 0.47, 0.62, 0.77, 0.84, 1.0)
     copy: int = 2**28  # elements
     product: int = 8192
     mlp: tuple[int, int] = (784, 256)  # features in, hidden
     width: int = 20  # of the ResNet
+    channels: tuple[int, ...] = (64, 256)  # of the convolutions
 
     @staticmethod
     def quick() -> "Plan":
         few = Plan(sizes=(4096,), batches=(10, 1024), members=(3,), dtypes=("bf16",), rounds=7)
-        ends = (0.05, 0.45, 0.45, 0.65, 0.85, 0.95, 1.0)
+        ends = (0.05, 0.45, 0.45, 0.6, 0.75, 0.85, 1.0)
         return dataclasses.replace(few, seconds=90, ends=ends)
 
     @staticmethod
     def toy() -> "Plan":
         few = Plan(sizes=(32,), batches=(4,), members=(2,), rounds=2, seconds=300)
-        return dataclasses.replace(few, copy=2**10, product=32, mlp=(20, 8), width=1)
+        return dataclasses.replace(few, copy=2**10, product=32, mlp=(20, 8), width=1, channels=(2,))
 
 
 class Report:
@@ -146,3 +149,21 @@ def _ratio(t: Time) -> str:
 def error(found: Tensor, exact: Tensor) -> float:
     """Relative root mean square; NaN stays NaN."""
     return float((found.detach().double() - exact.double()).norm() / exact.double().norm())
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return torch.bfloat16 if name == "bf16" else torch.float32
+
+
+class precision:
+    """float32 products in tf32, or exactly."""
+
+    def __init__(self, dtype: str) -> None:
+        self.wanted = "ieee" if dtype == "fp32" else "tf32"
+
+    def __enter__(self) -> None:
+        self.before = torch.backends.cuda.matmul.fp32_precision
+        torch.backends.cuda.matmul.fp32_precision = self.wanted
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.fp32_precision = self.before

@@ -11,7 +11,8 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = {"ceilings", "passes", "tests", "tuning", "forward", "step", "networks"}
-SECTIONS |= {"BatchEnsemble forward", "BatchEnsemble forward + backward"}
+SECTIONS |= {"BatchEnsemble forward", "BatchEnsemble step"}
+SECTIONS |= {"BatchEnsemble conv forward", "BatchEnsemble conv step"}
 
 
 def run(*arguments):
@@ -34,6 +35,9 @@ def test_rehearsal(tmp_path):
             assert not any(str(v).startswith(("wrong", "failed")) for v in row.values()), row
     ours = [row["ours"] for row in report["sections"]["step"]]
     assert len(ours) == 2 and all(" [" in cell for cell in ours)
+    for row in report["sections"]["BatchEnsemble step"]:
+        assert {"nn.Linear ms", "ours", "fused", "scaled", "folded", "by index"} <= set(row)
+    assert any("stacked n=10" in row for row in report["sections"]["networks"])
     assert "## step" in (tmp_path / "toy.md").read_text()
     assert not list((ROOT / "ensemblayers" / "ops").glob("configs/*toy*"))
 

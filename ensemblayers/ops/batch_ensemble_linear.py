@@ -220,7 +220,10 @@ def plain_members_linear_backward(
     members: Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, r, s and bias; empty where not needed."""
+    """The gradients of x, weight, r, s and bias; empty where not needed.
+
+    ``needs`` has a flag for each input, members' among them, which has no gradient.
+    """
     inputs = (x, weight, r, s, bias)
     found = [(grad if t is None else t).new_empty(0) for t in inputs]
     own_r, own_s = (t.unsqueeze(1).to(x.dtype) for t in of_groups(members, r, s))

@@ -242,18 +242,16 @@ def product_configs(x: Tensor, weight: Tensor, limit: int, each: int) -> list[Co
     outs, ins = weight.shape
     most = min(tuning.bucket(len(x)), 128)
     found = []
-    for row_tile in (128, 64, 32, 16):
+    for row_tile in (most, most // 2) if most > 16 else (16,):
         gathers = not has_one_member(each, row_tile)
-        if row_tile > (64 if gathers else most):
-            continue
+        row_tile = min(row_tile, 64) if gathers else row_tile
         for out_tile in (128, 64, 32):
             tiles = triton.cdiv(outs, out_tile) * triton.cdiv(len(x), row_tile)
-            for in_tile, stages in ((64, 3), (64, 4), (32, 3), (32, 2), (16, 2)):
-                bytes_each = row_tile * x.element_size() + out_tile * weight.element_size()
-                if gathers:
-                    bytes_each += 4 * row_tile
-                if stages * in_tile * bytes_each > limit:
-                    continue
+            bytes_each = row_tile * x.element_size() + out_tile * weight.element_size()
+            bytes_each += 4 * row_tile if gathers else 0
+            pipelines = ((64, 3), (64, 4), (32, 3), (32, 2), (16, 2))
+            fitting = [(k, stages) for k, stages in pipelines if stages * k * bytes_each <= limit]
+            for in_tile, stages in fitting[:2]:
                 for split in (1, 2, 4, 8):
                     if split > 1 and (tiles * split > 4 * _PROGRAMS or ins < 4 * in_tile * split):
                         continue
@@ -265,7 +263,7 @@ def product_configs(x: Tensor, weight: Tensor, limit: int, each: int) -> list[Co
         # Enough programs first, then few splits, then large tiles.
         return (tiles * config.split < _PROGRAMS, config.split, -config.outs * config.rows)
 
-    return sorted(found, key=order)
+    return sorted(dict.fromkeys(found), key=order)
 
 
 def has_one_member(each: int, row_tile: int) -> bool:
@@ -362,7 +360,7 @@ def backward(
     if needs[0]:
         found[0] = forward(grad, weight.mT, s, r, None, members)
     if any(needs[1:]):
-        found[1:] = gradients(grad, *inputs, members, needs[1:])
+        found[1:] = gradients(grad, *inputs, members, needs[1:5])
     return tuple(found)
 
 

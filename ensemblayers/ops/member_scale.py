@@ -62,7 +62,10 @@ def plain_scale_backward(
     members: Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and shift; empty where not needed."""
+    """The gradients of x, scale and shift; empty where not needed.
+
+    ``needs`` has a flag for each input, members' among them, which has no gradient.
+    """
     found = [x.new_empty(0), scale.new_empty(0), (grad if shift is None else shift).new_empty(0)]
     (own,) = of_groups(members, scale)
     folded, factors = _folded(grad, own)

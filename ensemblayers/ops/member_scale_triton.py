@@ -167,7 +167,7 @@ def backward(
     d_x = torch.empty_like(x) if needs[0] else x.new_empty(0)
     sums = [
         x.new_empty(grid[2], *x.shape[:2], dtype=torch.float32) if need else None
-        for need in needs[1:]
+        for need in needs[1:3]
     ]
     with torch.cuda.device_of(x):
         scale_backward_kernel[grid](

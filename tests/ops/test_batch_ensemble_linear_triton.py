@@ -35,7 +35,7 @@ from ensemblayers.ops import subspace_linear_triton
 poisoned, precision = checks.poisoned, checks.precision
 # Each size once as rows a group, features out and features in.
 SHAPES = list(zip(SIZES, SIZES[3:] + SIZES[:3], SIZES[6:] + SIZES[:6], strict=True))
-ALL = [True] * 5
+ALL = [True, True, True, True, True, False]  # The index of the members has no gradient.
 KINDS = pytest.mark.parametrize("indexed", [False, True], ids=["in order", "by index"])
 
 
@@ -56,10 +56,10 @@ def case(each, outs, ins, n, indexed, dtype, bias=True):
 
 def outputs(forward, backward, *given):
     *inputs, grad = given
-    needs = [True, True, True, True, inputs[4] is not None]
+    needs = [True, True, True, True, inputs[4] is not None, False]
     y, grads = forward(*inputs), backward(grad, *inputs, needs)
     names = ("x", "weight", "r", "s", "bias")
-    found = {f"d_{k}": g for k, g, need in zip(names, grads, needs, strict=True) if need}
+    found = {f"d_{k}": g for k, g, need in zip(names, grads, needs[:5], strict=True) if need}
     return {"y": y} | found
 
 
@@ -176,7 +176,7 @@ def test_each_gradient_alone(indexed):
     *inputs, grad = case(5, 17, 33, 3, indexed, F32)
     every = kernels.backward(grad, *inputs, ALL)
     for needs in itertools.product([False, True], repeat=5):
-        some = kernels.backward(grad, *inputs, list(needs))
+        some = kernels.backward(grad, *inputs, [*needs, False])
         for g, full, need in zip(some, every, needs, strict=True):
             torch.testing.assert_close(g, full) if need else None
             assert need or g.numel() == 0
@@ -208,7 +208,7 @@ def test_the_same_bits_each_time(indexed):
 
 def scale_outputs(forward, backward, *given):
     *inputs, grad = given
-    grads = backward(grad, *inputs, [True, True, inputs[2] is not None])
+    grads = backward(grad, *inputs, [True, True, inputs[2] is not None, False])
     found = {"y": forward(*inputs), "d_x": grads[0], "d_scale": grads[1]}
     return found if inputs[2] is None else found | {"d_shift": grads[2]}
 
@@ -263,9 +263,9 @@ def test_scales_of_nothing(indexed):
 @runs
 def test_each_gradient_of_scales_alone():
     x, scale, shift, members, grad = scale_case(2, 5, (4, 3), 3, True)
-    every = scales.backward(grad, x, scale, shift, members, [True] * 3)
+    every = scales.backward(grad, x, scale, shift, members, [True, True, True, False])
     for needs in itertools.product([False, True], repeat=3):
-        some = scales.backward(grad, x, scale, shift, members, list(needs))
+        some = scales.backward(grad, x, scale, shift, members, [*needs, False])
         for g, full, need in zip(some, every, needs, strict=True):
             assert torch.equal(g, full) if need else g.numel() == 0
 
