@@ -82,7 +82,7 @@ def _linear_rows(b: Bench, layer: Layer, size: int, dtype: str) -> None:
 
 def _conv_rows(b: Bench, channels: int) -> None:
     """3x3 convolutions in float32 with tf32, as cuDNN has it by default."""
-    x, weight = b.randn(N * 10, channels, 32, 32), b.randn(channels, channels, 3, 3)
+    x, weight = b.randn(N * b.plan.batches[0], channels, 32, 32), b.randn(channels, channels, 3, 3)
     factors = [b.randn(N, channels) for _ in range(3)]
     layer = (x, weight / (9 * channels) ** 0.5, *factors)
 
