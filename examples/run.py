@@ -20,7 +20,7 @@ from .costs import paper_cost, relative_flops
 from .errors import UsageError
 from .files import whole_file
 from .memory import Memory
-from .methods import METHODS
+from .methods import METHODS, Method
 from .settings import Settings, single_hidden
 
 
@@ -32,11 +32,13 @@ def run(
     seed: int,
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    learned: Callable[[Method], None] = lambda trained: None,
 ) -> dict[str, Any]:
     """Train a method on all tasks in turn and evaluate after each; return the result.
 
     Args:
         progress: called after each task with the number of tasks done and their total.
+        learned: called after each task with the method, to look at its weights.
 
     Returns:
         What is stored as JSON: the accuracy matrix (percent; null where not measured), its
@@ -67,6 +69,7 @@ def run(
                 trained.step(x, y)
         memory.store(*benchmark.one_per_class(task, drawn))
         trained.finish(task)
+        learned(trained)
         accuracy[task, : task + 1] = evaluate(trained.predictor(), benchmark, task + 1)
         progress(task + 1, total)
     seconds = time.perf_counter() - started

@@ -1,0 +1,232 @@
+"""Figure 5, right, and figure 6: accuracy against cost, from stored results."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure as Canvas
+from torch import nn
+
+from ..costs import BATCH
+from ..models import mlp
+from ..settings import single_hidden
+from ..targets import ABLATION_MEMBERS, ABLATION_METHODS
+from .figure import (
+    COLOURS,
+    LABELS,
+    TITLES,
+    Claim,
+    Figure,
+    Row,
+    Sources,
+    judge,
+    legend_below,
+    mean,
+    panels,
+    pick,
+    spread,
+    unique,
+)
+
+COSTS = {
+    "counted": "FLOPs of a prediction, single network = 1",
+    "paper": "the paper's count, single network = 1",
+}
+WIDTHS = {"mlp": (450, 600), "resnet": (29, 35)}
+CLOSE = 0.5  # percent points that "on par" may be below
+
+
+def short_costs(name: str, benchmark: str) -> Figure:
+    """Figure 5, right: the ablation's ensembles, by torch's count and by the paper's."""
+
+    def rows(sources: Sources) -> list[Row]:
+        ensembles = [(method, n) for method in ABLATION_METHODS for n in ABLATION_MEMBERS]
+        runs = [("naive", 1), *ensembles]
+        network = mlp(28 * 28, single_hidden(benchmark), 10)
+        return [
+            {
+                "method": method,
+                "n": n,
+                "seed": result["seed"],
+                "counted": result["relative_flops"]["predict"],
+                "paper": _paper_count(method, n, network),
+                "accuracy": result["metrics"]["final_accuracy"],
+            }
+            for method, n in runs
+            for result in sources.stored(benchmark, method, n)
+        ]
+
+    def draw(rows: list[Row]) -> Canvas:
+        canvas, [line] = panels(1, 2, 4.6, 3.8, sharey=True)
+        for axes, (cost, label) in zip(line, COSTS.items(), strict=True):
+            for method in unique(rows, "method"):
+                _curve(axes, pick(rows, method=method), cost, "n", LABELS[method], COLOURS[method])
+            axes.set(xlabel=label, title=TITLES[benchmark])
+            axes.grid(alpha=0.3)
+        line[0].set_ylabel("final accuracy (%)")
+        legend_below(canvas, line[0])
+        return canvas
+
+    def claims(rows: list[Row]) -> list[Claim]:
+        top = {method: _best(rows, ABLATION_MEMBERS, method=method) for method in ABLATION_METHODS}
+        ve_cost = {f"n={n}": _cost(rows, "counted", n) for n in ABLATION_MEMBERS}
+        above = {f"n={n}": _lead(rows, n) for n in ABLATION_MEMBERS}
+        return [
+            judge(
+                f"{benchmark}: the vanilla ensemble reaches the highest accuracy",
+                top,
+                lambda vanilla, *others: vanilla > max(others),
+            ),
+            judge(
+                f"{benchmark}: its cost grows linearly with n",
+                ve_cost,
+                lambda *costs: all(
+                    abs(c - n) < 0.05 * n for c, n in zip(costs, ABLATION_MEMBERS, strict=True)
+                ),
+            ),
+            judge(
+                f"{benchmark}: the subspace is above BatchEnsemble, of about the same cost",
+                above,
+                lambda *gains: min(gains) > 0,
+            ),
+        ]
+
+    return Figure(name, rows, draw, claims, table="ablation")
+
+
+def costs(name: str, benchmarks: Sequence[str]) -> Figure:
+    """Figure 6: wider networks, ensembles and subspaces on 20 tasks."""
+
+    def rows(sources: Sources) -> list[Row]:
+        return [row for benchmark in benchmarks for row in _twenty_tasks(sources, benchmark)]
+
+    def draw(rows: list[Row]) -> Canvas:
+        found = unique(rows, "benchmark")
+        canvas, [line] = panels(1, len(found), 4.0, 3.8)
+        for axes, benchmark in zip(line, found, strict=True):
+            own = pick(rows, benchmark=benchmark)
+            for family, (label, colour) in _FAMILIES.items():
+                of_family = pick(own, family=family)
+                _curve(axes, of_family, "paper", "size", label, colour)
+            axes.set(xlabel=COSTS["paper"], title=TITLES[benchmark])
+            axes.grid(alpha=0.3)
+        line[0].set_ylabel("final accuracy (%)")
+        _common_legend(canvas, line)
+        return canvas
+
+    def claims(rows: list[Row]) -> list[Claim]:
+        out = []
+        for benchmark in benchmarks:
+            own = [row for row in rows if row["benchmark"] == benchmark]
+            best = {family: _best(own, None, family=family) for family in _FAMILIES}
+            if not benchmark.startswith("split-"):
+                text = f"{benchmark}: S-C is at least on par (-{CLOSE} at most) with all others"
+                out.append(judge(text, best, _subspace_leads))
+                continue
+            text = f"{benchmark}: ensemble MC-SGD is the best"
+            out.append(judge(text, best, _ensemble_leads))
+            cost = {f"n={n}": mean(own, "paper", family="subspace", size=n) for n in (2, 3)}
+            text = f"{benchmark}: S-C costs about one network (1.05 at most)"
+            out.append(judge(text, cost, lambda *found: max(found) <= 1.05))
+        return out
+
+    return Figure(name, rows, draw, claims, table="parameters")
+
+
+_FAMILIES = {
+    "scaled": ("MC-SGD, width h", COLOURS["mc-sgd"]),
+    "ensemble": ("ensemble MC-SGD, n members", COLOURS["ensemble-mc-sgd"]),
+    "bagging": ("the same, bagging", COLOURS["ensemble-mc-sgd-bagging"]),
+    "subspace": ("Subspace-Connectivity (S-C), n", COLOURS["subspace-connectivity"]),
+}
+
+
+def _twenty_tasks(sources: Sources, benchmark: str) -> list[Row]:
+    widths = WIDTHS["resnet" if benchmark.startswith("split-") else "mlp"]
+    single = single_hidden(benchmark)
+    runs = [
+        ("scaled", single, "mc-sgd", 1, None),
+        *(("scaled", width, "mc-sgd", 1, width) for width in widths),
+        ("ensemble", 1, "mc-sgd", 1, None),
+        *(("ensemble", n, "ensemble-mc-sgd", n, None) for n in (2, 3)),
+        *(("bagging", n, "ensemble-mc-sgd-bagging", n, None) for n in (2, 3)),
+        *(("subspace", n, "subspace-connectivity", n, None) for n in (2, 3, 5)),
+    ]
+    return [
+        {
+            "benchmark": benchmark,
+            "family": family,
+            "size": size,
+            "seed": result["seed"],
+            "counted": result["relative_flops"]["predict"],
+            "paper": result["relative_flops"]["paper"],
+            "accuracy": result["metrics"]["final_accuracy"],
+        }
+        for family, size, method, n, hidden in runs
+        for result in sources.stored(benchmark, method, n, hidden)
+    ]
+
+
+def _paper_count(method: str, n: int, network: nn.Module) -> float:
+    """The cost of a prediction by the paper's Table 1, on batches of 10.
+
+    A vanilla ensemble: n. A subspace: n - 1 additions more for each weight and batch.
+    BatchEnsemble: two products of vectors more for each layer and example.
+    """
+    if method == "subspace":
+        return 1 + (n - 1) / BATCH
+    if method == "batch-ensemble":
+        layers = [m for m in network if isinstance(m, nn.Linear)]
+        macs = sum(layer.weight.numel() for layer in layers)
+        return 1 + sum(layer.in_features + layer.out_features for layer in layers) / macs
+    return float(n)
+
+
+def _curve(axes, rows: list[Row], cost: str, size: str, label: str, colour: str) -> None:
+    """A point a size, with the standard deviation over the seeds and the size beside it."""
+    if not rows:
+        return
+    sizes = unique(rows, size)
+    x = [mean(rows, cost, **{size: s}) for s in sizes]
+    y = [mean(rows, "accuracy", **{size: s}) for s in sizes]
+    errors = [spread(rows, "accuracy", **{size: s}) for s in sizes]
+    axes.errorbar(x, y, errors, marker="o", capsize=3, color=colour, label=label)
+    for one, other, s in zip(x, y, sizes, strict=True):
+        near = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 7, "color": colour}
+        axes.annotate(str(s), (one, other), **near)
+
+
+def _common_legend(canvas: Canvas, line: list) -> None:
+    """A legend of all families that any panel has."""
+    entries = {}
+    for axes in line:
+        handles, labels = axes.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
+    place = {"loc": "outside lower center", "ncols": 4, "frameon": False}
+    canvas.legend(entries.values(), entries.keys(), **place)
+
+
+def _best(rows: list[Row], sizes: Sequence[int] | None, **wanted: str) -> float | None:
+    """The highest mean accuracy over the sizes, those that there are where none are given."""
+    size = "n" if sizes else "size"
+    own = pick(rows, **wanted)
+    means = [mean(own, "accuracy", **{size: s}) for s in sizes or unique(own, size)]
+    return max(means) if means and None not in means else None
+
+
+def _cost(rows: list[Row], cost: str, n: int) -> float | None:
+    return mean(rows, cost, method="vanilla-ensemble", n=n)
+
+
+def _lead(rows: list[Row], n: int) -> float | None:
+    """By how much the subspace's accuracy is above BatchEnsemble's."""
+    subspace, other = (
+        mean(rows, "accuracy", method=m, n=n) for m in ("subspace", "batch-ensemble")
+    )
+    return None if subspace is None or other is None else subspace - other
+
+
+def _subspace_leads(scaled: float, ensemble: float, bagging: float, subspace: float) -> bool:
+    return subspace >= max(scaled, ensemble, bagging) - CLOSE
+
+
+def _ensemble_leads(scaled: float, ensemble: float, bagging: float, subspace: float) -> bool:
+    return ensemble > max(scaled, bagging, subspace)
