@@ -27,8 +27,8 @@ from .figure import (
 )
 
 COSTS = {
-    "counted": "FLOPs of a prediction, single network = 1",
-    "paper": "the paper's count, single network = 1",
+    "counted": "relative FLOPs of a prediction, counted",
+    "paper": "relative FLOPs by the paper's count",
 }
 WIDTHS = {"mlp": (450, 600), "resnet": (29, 35)}
 CLOSE = 0.5  # percent points that "on par" may be below
@@ -92,7 +92,7 @@ def short_costs(name: str, benchmark: str) -> Figure:
     return Figure(name, rows, draw, claims, table="ablation")
 
 
-def costs(name: str, benchmarks: Sequence[str]) -> Figure:
+def long_costs(name: str, benchmarks: Sequence[str]) -> Figure:
     """Figure 6: wider networks, ensembles and subspaces on 20 tasks."""
 
     def rows(sources: Sources) -> list[Row]:
@@ -105,7 +105,9 @@ def costs(name: str, benchmarks: Sequence[str]) -> Figure:
             own = pick(rows, benchmark=benchmark)
             for family, (label, colour) in _FAMILIES.items():
                 of_family = pick(own, family=family)
-                _curve(axes, of_family, "paper", "size", label, colour)
+                below = family == "scaled"  # Its first point is the ensembles' too.
+                _curve(axes, of_family, "paper", "size", label, colour, below)
+            axes.margins(x=0.1)
             axes.set(xlabel=COSTS["paper"], title=TITLES[benchmark])
             axes.grid(alpha=0.3)
         line[0].set_ylabel("final accuracy (%)")
@@ -180,7 +182,9 @@ def _paper_count(method: str, n: int, network: nn.Module) -> float:
     return float(n)
 
 
-def _curve(axes, rows: list[Row], cost: str, size: str, label: str, colour: str) -> None:
+def _curve(
+    axes, rows: list[Row], cost: str, size: str, label: str, colour: str, below: bool = False
+) -> None:
     """A point a size, with the standard deviation over the seeds and the size beside it."""
     if not rows:
         return
@@ -188,10 +192,11 @@ def _curve(axes, rows: list[Row], cost: str, size: str, label: str, colour: str)
     x = [mean(rows, cost, **{size: s}) for s in sizes]
     y = [mean(rows, "accuracy", **{size: s}) for s in sizes]
     errors = [spread(rows, "accuracy", **{size: s}) for s in sizes]
-    axes.errorbar(x, y, errors, marker="o", capsize=3, color=colour, label=label)
+    marker = "s" if below else "o"
+    axes.errorbar(x, y, errors, marker=marker, capsize=3, color=colour, label=label)
+    near = {"textcoords": "offset points", "fontsize": 8, "color": colour}
     for one, other, s in zip(x, y, sizes, strict=True):
-        near = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 7, "color": colour}
-        axes.annotate(str(s), (one, other), **near)
+        axes.annotate(str(s), (one, other), xytext=(5, -11 if below else 4), **near)
 
 
 def _common_legend(canvas: Canvas, line: list) -> None:

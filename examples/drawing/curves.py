@@ -32,6 +32,17 @@ METRICS = {
     "learning_accuracy": "learning accuracy (%)",
 }
 
+CONNECTED = ("mc-sgd", "ensemble-mc-sgd", "subspace-connectivity")
+MARKERS = {
+    "naive": "x",
+    "ewc": "v",
+    "a-gem": "s",
+    "er-reservoir": "^",
+    "stable-sgd": "D",
+    "batch-ensemble": "P",
+    "subspace-connectivity": "o",
+}
+
 
 def accuracy_against_n(name: str, benchmark: str) -> Figure:
     """Figure 1: the final accuracy of a vanilla ensemble grows with its members."""
@@ -91,8 +102,9 @@ def average_accuracy(name: str, benchmarks: Sequence[str]) -> Figure:
     def rows(sources: Sources) -> list[Row]:
         chosen = [
             row
+            for benchmark in benchmarks
             for row in table_rows("main_results")
-            if row.benchmark in benchmarks and row.method != "multitask"  # It meets all at once.
+            if row.benchmark == benchmark and row.method != "multitask"  # It meets all at once.
         ]
         return [
             {
@@ -110,23 +122,22 @@ def average_accuracy(name: str, benchmarks: Sequence[str]) -> Figure:
 
     def draw(rows: list[Row]) -> Canvas:
         found = unique(rows, "benchmark")
-        canvas, [line] = panels(1, len(found), 4.4, 4.0, sharey=True)
+        canvas, [line] = panels(1, len(found), 4.8, 4.8, sharey=True)
         for axes, benchmark in zip(line, found, strict=True):
             own = pick(rows, benchmark=benchmark)
             for method, n in dict.fromkeys((row["method"], row["n"]) for row in own):
                 mine = pick(own, method=method, n=n)
                 seen = sorted(unique(mine, "tasks_seen"))
                 means = [mean(mine, "accuracy", tasks_seen=t) for t in seen]
-                seeds = len(unique(mine, "seed"))
-                label = LABELS[method] + (f", n={n}" if n > 1 else "")
-                style = "--" if n == 2 else "-"
-                axes.plot(
-                    seen, means, style, color=COLOURS[method], label=f"{label} ({_seeds(seeds)})"
-                )
+                count = len(unique(mine, "seed"))
+                label = LABELS[method] + (f", n={n}" if n > 1 else "") + f" ({_seeds(count)})"
+                style = {"marker": MARKERS.get(method), "markersize": 4, "markevery": 3}
+                style["linestyle"] = "-" if method in CONNECTED else "--"
+                axes.plot(seen, means, color=COLOURS[method], label=label, **style)
             axes.set(xlabel="tasks seen", title=TITLES[benchmark])
             axes.set_xticks(range(2, 21, 3))
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=7, loc="lower left")
+            axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
         line[0].set_ylabel("mean test accuracy on them (%)")
         return canvas
 

@@ -38,7 +38,7 @@ SUBSPACES = {
 }
 
 
-def hessian(name: str, benchmark: str) -> Figure:
+def spectrum(name: str, benchmark: str) -> Figure:
     """The top eigenvalues of the first task's training loss after that task."""
     single = Run(benchmark, "naive", 1)
     subspaces = tuple(Run(benchmark, "subspace", n) for n in ABLATION_MEMBERS)

@@ -89,7 +89,7 @@ def voting(name: str, benchmarks: Sequence[str]) -> Figure:
     return Figure(name, rows, draw, claims, runs=_runs(benchmarks, members))
 
 
-def members(name: str, benchmark: str, sizes: Sequence[int] = ABLATION_MEMBERS) -> Figure:
+def each_member(name: str, benchmark: str, sizes: Sequence[int] = ABLATION_MEMBERS) -> Figure:
     """Figures 2, 7 and 8: the members and the ensemble on each task, after the last one."""
 
     def rows(sources: Sources) -> list[Row]:
@@ -117,8 +117,8 @@ def members(name: str, benchmark: str, sizes: Sequence[int] = ABLATION_MEMBERS) 
                 if n == numbers[-1]:
                     axes.set_xlabel("member")
             line[0].set_ylabel(f"n={n}\naccuracy (%)")
-        seeds = len(unique(rows, "seed"))
-        canvas.suptitle(f"{TITLES[benchmark]}, after the last task ({seeds} seed(s))")
+        seeds = ", ".join(str(seed) for seed in unique(rows, "seed"))
+        canvas.suptitle(f"{TITLES[benchmark]}, after the last task (seeds: {seeds})")
         return canvas
 
     def claims(rows: list[Row]) -> list[Claim]:
@@ -162,7 +162,7 @@ def predictions(name: str, benchmark: str) -> Figure:
         for n, line in zip(sizes, grid, strict=True):
             for task, axes in zip(tasks, line, strict=True):
                 table = _table(pick(rows, n=n, after_task=task))
-                image = axes.imshow(table.T, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+                image = axes.imshow(table.T.numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto")
                 chosen = int(table.mean(0).argmax())
                 _frame(axes, SAMPLE_CLASS, n, color="#E69F00", linewidth=3)
                 _frame(axes, chosen, n, color="red", linewidth=2, linestyle="--")
@@ -209,8 +209,11 @@ def _boxes(axes, rows: list[Row], n: int) -> None:
     places = [*range(1, n + 1), ENSEMBLE]
     data = [[r["accuracy"] for r in pick(rows, member=m)] for m in places]
     boxes = axes.boxplot(data, patch_artist=True, widths=0.7, medianprops={"color": "black"})
-    for box, place in zip(boxes["boxes"], places, strict=True):
-        box.set_facecolor("#999999" if place == ENSEMBLE else "#56B4E9")
+    for place, values, box in zip(places, data, boxes["boxes"], strict=True):
+        colour = "#999999" if place == ENSEMBLE else "#56B4E9"
+        box.set_facecolor(colour)
+        if len(values) == 1:  # No box to be seen.
+            axes.plot(places.index(place) + 1, values, marker="o", color=colour)
     axes.set_xticklabels([*range(1, n + 1), "Avg"], fontsize=7)
     axes.grid(axis="y", alpha=0.3)
 

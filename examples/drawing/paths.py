@@ -56,7 +56,7 @@ def barrier(name: str, benchmark: str) -> Figure:
     return _figure(name, benchmark, methods, paths, (1,), draw, claims)
 
 
-def paths(name: str, benchmark: str) -> Figure:
+def early_paths(name: str, benchmark: str) -> Figure:
     """Figure 13: loss and accuracy of task 1 along the first three paths."""
     columns = ((1, 2), (2, 3), (3, 4))
 

@@ -17,7 +17,7 @@ DRAWS = 10
 BELOW = 0.2  # percent points that the centre may be below the best point of the grid
 
 
-def simplex(name: str, benchmark: str) -> Figure:
+def right_after(name: str, benchmark: str) -> Figure:
     """Figure 10, a and b: accuracy on a task right after it, inside the subspace."""
     run, moments = Run(benchmark, "subspace", VERTICES, TASKS), ((1, 1), (10, 10))
 
