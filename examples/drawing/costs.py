@@ -60,6 +60,7 @@ def short_costs(name: str, benchmark: str) -> Figure:
             for method in unique(rows, "method"):
                 _curve(axes, pick(rows, method=method), cost, "n", LABELS[method], COLOURS[method])
             axes.set(xlabel=label, title=TITLES[benchmark])
+            axes.margins(0.1)
             axes.grid(alpha=0.3)
         line[0].set_ylabel("final accuracy (%)")
         legend_below(canvas, line[0])

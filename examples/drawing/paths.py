@@ -104,7 +104,7 @@ def later_paths(name: str, benchmark: str) -> Figure:
     styles = {(1, 2): ":", (6, 7): "--", (11, 12): "-"}
 
     def draw(rows: list[Row]) -> Canvas:
-        canvas, [line] = panels(1, len(tasks), 4.0, 3.4)
+        canvas, [line] = panels(1, len(tasks), 4.0, 3.4, sharey=True)
         for task, axes in zip(tasks, line, strict=True):
             own = pick(rows, task=task)
             for path in columns:

@@ -22,7 +22,7 @@ def right_after(name: str, benchmark: str) -> Figure:
     run, moments = Run(benchmark, "subspace", VERTICES, TASKS), ((1, 1), (10, 10))
 
     def claims(rows: list[Row]) -> list[Claim]:
-        return [_centre_is_best(rows, benchmark, task) for task, _ in moments]
+        return [c for task, _ in moments for c in _centre_is_best(rows, benchmark, task)]
 
     return _simplex_figure(name, benchmark, (run,), moments, claims)
 
@@ -158,33 +158,38 @@ def _triangle(canvas: Canvas, axes, rows: list[Row]) -> None:
     )
     for i, (u, v) in enumerate(CORNERS):
         axes.annotate(
-            rf"$\omega_{i + 1}$",
+            f"vertex {i + 1}",
             (u, v),
             textcoords="offset points",
-            xytext=((-10, 10, 0)[i], (-8, -8, 5)[i]),
+            xytext=((0, 0, 34)[i], (-12, -12, -4)[i]),
             ha="center",
+            fontsize=8,
         )
     axes.margins(0.12)
     axes.set_aspect("equal")
     axes.axis("off")
 
 
-def _centre_is_best(rows: list[Row], benchmark: str, task: int) -> Claim:
+def _centre_is_best(rows: list[Row], benchmark: str, task: int) -> list[Claim]:
     own = pick(rows, task=task)
     centre, of_grid = mean(own, "accuracy", point="midpoint"), pick(own, point="grid")
-    vertices = [r for r in of_grid if 1.0 in (r["alpha_1"], r["alpha_2"], r["alpha_3"])]
     shares = dict.fromkeys((r["alpha_1"], r["alpha_2"], r["alpha_3"]) for r in of_grid)
-    means = [mean(of_grid, "accuracy", alpha_1=a, alpha_2=b, alpha_3=c) for a, b, c in shares]
-    numbers = {
-        "midpoint": centre,
-        "best of the grid": max(means, default=None),
-        "vertices' mean": mean(vertices, "accuracy"),
+    means = {
+        alpha: mean(of_grid, "accuracy", alpha_1=alpha[0], alpha_2=alpha[1], alpha_3=alpha[2])
+        for alpha in shares
     }
-    text = (
-        f"{benchmark}: after task {task}, the centre is best on it (at most {BELOW} below the best "
-        "point of the grid)"
-    )
-    return judge(text, numbers, lambda middle, best, ends: middle >= best - BELOW and middle > ends)
+    vertices = [accuracy for alpha, accuracy in means.items() if 1.0 in alpha]
+    best = {"midpoint": centre, "best point": max(means.values(), default=None)}
+    ends = {"midpoint": centre, "best vertex": max(vertices, default=None)}
+    where = f"{benchmark}: on task {task}, right after it, the midpoint is"
+    return [
+        judge(f"{where} better than the vertices", ends, lambda middle, end: middle > end),
+        judge(
+            f"{where} at most {BELOW} below the best point",
+            best,
+            lambda middle, top: middle >= top - BELOW,
+        ),
+    ]
 
 
 def _noise_rows(trained: Trained) -> list[Row]:

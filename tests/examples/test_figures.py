@@ -350,8 +350,9 @@ def test_simplex_and_noise():
             for a, b, c, point in points
         ]
 
-    assert claims("10-simplex", rows(89.6)) == [True, True]
-    assert claims("10-simplex", rows(89.3)) == [False, False]
+    assert claims("10-simplex", rows(89.5)) == [True, True] * 2  # The grid's best: 89.6.
+    assert claims("10-simplex", rows(89.3)) == [True, False] * 2
+    assert claims("10-simplex", rows(88.9)) == [False, False] * 2
 
     def noisy(drop):
         return [
