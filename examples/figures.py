@@ -2,8 +2,8 @@
 
 Accuracies come from stored results, which `python -m examples.reproduce` makes. What looks into
 networks needs the weights after each task: the runs for those are made here, where they are
-missing, and kept in a folder of their own. Each figure leaves a PNG and its data as CSV; what the
-paper says of it is printed as met, not met, or not measured yet.
+missing, and kept in a folder of their own. Each figure leaves a PNG, its data as CSV, and as text
+what the paper says of it: met, not met, or not measured yet.
 """
 
 import sys
@@ -74,7 +74,7 @@ def draw(options: Options) -> None:
 
 def drawn(figure: "Figure", sources: "Sources", folder: Path) -> list[str]:
     """Draw a figure, as far as there is data for it; return what is to be said of it."""
-    from .drawing.figure import comma_separated, mean_over_seeds
+    from .drawing.rows import comma_separated, mean_over_seeds
 
     rows = figure.rows(sources)
     lines = [str(claim) for claim in figure.claims(rows)]
@@ -83,6 +83,7 @@ def drawn(figure: "Figure", sources: "Sources", folder: Path) -> list[str]:
         if figure.table:
             missing = f"python -m examples.reproduce {figure.table} makes its runs"
         return [*lines, f"not drawn: {missing}"]
+    (folder / f"{figure.name}.txt").write_text("".join(f"{line}\n" for line in lines), "utf-8")
     (folder / f"{figure.name}.csv").write_text(comma_separated(rows), "utf-8")
     shown = rows
     if figure.values:

@@ -9,22 +9,9 @@ from ..costs import BATCH
 from ..models import mlp
 from ..settings import single_hidden
 from ..targets import ABLATION_MEMBERS, ABLATION_METHODS
-from .figure import (
-    COLOURS,
-    LABELS,
-    TITLES,
-    Claim,
-    Figure,
-    Row,
-    Sources,
-    judge,
-    legend_below,
-    mean,
-    panels,
-    pick,
-    spread,
-    unique,
-)
+from .figure import Claim, Figure, Sources, judge
+from .rows import Row, mean, pick, spread, unique
+from .style import COLOURS, LABELS, TITLES, legend_below, panels
 
 COSTS = {
     "counted": "relative FLOPs of a prediction, counted",

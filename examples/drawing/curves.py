@@ -7,23 +7,9 @@ from matplotlib.figure import Figure as Canvas
 from ..metrics import forgetting_improvement, seen_accuracy
 from ..targets import ABLATION_MEMBERS, ABLATION_METHODS
 from ..targets import rows as table_rows
-from .figure import (
-    COLOURS,
-    LABELS,
-    TITLES,
-    Claim,
-    Figure,
-    Row,
-    Sources,
-    judge,
-    legend_below,
-    mean,
-    panels,
-    pick,
-    rising,
-    spread,
-    unique,
-)
+from .figure import Claim, Figure, Sources, judge, rising
+from .rows import Row, mean, pick, spread, unique
+from .style import COLOURS, LABELS, TITLES, legend_below, panels
 
 MEMBERS = (1, *ABLATION_MEMBERS)
 METRICS = {

@@ -9,20 +9,9 @@ from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 
 from ..targets import ABLATION_MEMBERS
-from .figure import (
-    COLOURS,
-    TITLES,
-    Claim,
-    Figure,
-    Row,
-    Sources,
-    judge,
-    mean,
-    panels,
-    pick,
-    rising,
-    unique,
-)
+from .figure import Claim, Figure, Sources, judge, rising
+from .rows import Row, mean, pick, unique
+from .style import COLOURS, TITLES, panels
 from .weights import Run, Trained, Weights
 
 TOP = 20

@@ -10,20 +10,9 @@ from torch import Tensor
 import ensemblayers as el
 
 from ..targets import ABLATION_MEMBERS
-from .figure import (
-    TITLES,
-    Claim,
-    Figure,
-    Row,
-    Sources,
-    judge,
-    mean,
-    panels,
-    pick,
-    rising,
-    spread,
-    unique,
-)
+from .figure import Claim, Figure, Sources, judge, rising
+from .rows import Row, mean, pick, spread, unique
+from .style import TITLES, panels
 from .weights import Run, Trained, percent
 
 RULES = {

@@ -5,20 +5,9 @@ from collections.abc import Sequence
 import torch
 from matplotlib.figure import Figure as Canvas
 
-from .figure import (
-    COLOURS,
-    LABELS,
-    TITLES,
-    Claim,
-    Figure,
-    Row,
-    Sources,
-    judge,
-    legend_below,
-    panels,
-    pick,
-    unique,
-)
+from .figure import Claim, Figure, Sources, judge
+from .rows import Row, pick, unique
+from .style import COLOURS, LABELS, TITLES, legend_below, panels
 from .weights import Run, Trained
 
 TASKS = 12  # that the runs whose weights are looked into train on

@@ -5,8 +5,10 @@ import statistics
 import torch
 from matplotlib.figure import Figure as Canvas
 
-from .figure import LABELS, TITLES, Claim, Figure, Row, Sources, judge, mean, panels, pick, unique
+from .figure import Claim, Figure, Sources, judge
 from .paths import TASKS
+from .rows import Row, mean, pick, unique
+from .style import LABELS, TITLES, panels
 from .weights import Run, Trained
 
 VERTICES = 3

@@ -12,8 +12,9 @@ import ensemblayers as el
 from examples import targets
 from examples.benchmarks import BENCHMARKS, rotated_digits
 from examples.drawing import FIGURES, hessian, weights
-from examples.drawing.figure import judge, mean_over_seeds
+from examples.drawing.figure import judge
 from examples.drawing.hessian import top_eigenvalues
+from examples.drawing.rows import mean_over_seeds
 from examples.drawing.weights import Run, percent
 from examples.figures import main
 from examples.run import run
@@ -80,6 +81,8 @@ def test_every_figure_is_drawn_with_its_data_and_its_statements(start, tmp_path,
     for name in FIGURES:
         assert f"{name}:" in printed
         assert matplotlib.image.imread(tmp_path / "out" / f"{name}.png").std() > 0
+        for line in (tmp_path / "out" / f"{name}.txt").read_text().splitlines():
+            assert line in printed
         with (tmp_path / "out" / f"{name}.csv").open() as file:
             lines = list(csv.DictReader(file))
         assert lines and all(None not in line.values() for line in lines)
