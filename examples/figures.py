@@ -77,7 +77,7 @@ def drawn(figure: "Figure", sources: "Sources", folder: Path) -> list[str]:
     from .drawing.rows import comma_separated, mean_over_seeds
 
     rows = figure.rows(sources)
-    lines = [str(claim) for claim in figure.claims(rows)]
+    lines = [str(claim) for claim in figure.claims(rows)] or ["the paper states nothing of it"]
     if not rows:
         missing = "its runs are missing"
         if figure.table:
