@@ -52,7 +52,8 @@ class Settings:
 # their replayed examples, the momentum 0 of BatchEnsemble, the momentum of Stable SGD.
 _NAIVE = Settings(lr=0.1)
 _EWC = Settings(lr=0.1, penalty=10.0)
-_STABLE_SGD = Settings(lr=0.1, decay=0.6, momentum=0.8, dropout=0.25)
+# Stable SGD diverges with this momentum and batches of 10 (PILOTS.md).
+_STABLE_SGD = Settings(lr=0.1, decay=0.6, batch=64, momentum=0.8, dropout=0.25)
 _BATCH_ENSEMBLE = Settings(lr=0.1, decay=0.8)
 # Multitask training: all open.
 _MULTITASK = Settings(lr=0.1, batch=64)
