@@ -360,7 +360,7 @@ class BatchEnsemble(PlainKeys):
         if members is None and (not self.training or self.train_fold == "repeat"):
             return self.every_member(args, kwargs)
         first = first_tensor(args, kwargs)
-        rows = len(first)
+        rows = first.shape[0]
         if members is None and self.train_fold == "random":
             members = torch.randint(self.n, (rows,), device=first.device)
         if members is None and rows % self.n:
@@ -407,7 +407,7 @@ def first_tensor(args: Any, kwargs: Any) -> Tensor:
 
 def repeat_forward(module: nn.Module, n: int, args: Any, kwargs: Any) -> Any:
     """Run the whole batch through every member: ``[B, ...]`` to ``[n, B, ...]``."""
-    rows = len(first_tensor(args, kwargs))
+    rows = first_tensor(args, kwargs).shape[0]
 
     def fold(leaf: Any) -> Any:
         folds = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows

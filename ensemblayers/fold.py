@@ -5,13 +5,13 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._module import copy_module
-from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer
+from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer, BatchEnsembleLinear
 from .batch_ensemble_norm import BatchEnsembleNorm
 
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        own = isinstance(m, (BatchEnsembleLayer, BatchEnsembleNorm))
+        own = isinstance(m, (BatchEnsembleLayer, BatchEnsembleNorm, _FoldedNorm1d))
         return own or super().is_leaf_module(m, module_qualified_name)
 
 
@@ -21,8 +21,9 @@ def fold_norms(model: nn.Module) -> nn.Module:
     ``(y * s + bias - mean) / std * weight + bias'`` is one scale and one shift of y, a member's
     channel each: they become the layer's s and bias, and the norm an nn.Identity. The layers are
     found by torch.fx, which has to be able to trace the model. A norm stays where another module
-    takes the layer's output too, where either is called more than once, and without running
-    statistics.
+    takes the layer's output too, where either is called more than once or has hooks, and without
+    running statistics. In the place of a BatchNorm1d behind a linear layer stands a module that
+    takes ``[rows, channels]`` alone: in ``[rows, C, L]`` the norm's channels are not the layer's.
 
     Args:
         model: a model with BatchEnsemble layers, in evaluation mode; it is not changed.
@@ -46,8 +47,22 @@ def fold_norms(model: nn.Module) -> nn.Module:
         layer, norm = inner.get_submodule(layer_name), inner.get_submodule(norm_name)
         _fold(layer, norm)
         parent, _, name = norm_name.rpartition(".")
-        setattr(inner.get_submodule(parent), name, nn.Identity().eval())
+        linear = isinstance(layer, BatchEnsembleLinear)
+        rest = _FoldedNorm1d() if linear else nn.Identity()
+        setattr(inner.get_submodule(parent), name, rest.eval())
     return folded
+
+
+class _FoldedNorm1d(nn.Identity):
+    """What is left of a BatchNorm1d behind a linear layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 2:
+            raise ValueError(
+                f"a BatchNorm1d was folded into the linear layer before it, which is right for "
+                f"[rows, channels] alone, got {list(x.shape)}; use the model without fold_norms"
+            )
+        return x
 
 
 def _pairs(model: nn.Module) -> list[tuple[str, str]]:
@@ -68,7 +83,9 @@ def _pairs(model: nn.Module) -> list[tuple[str, str]]:
             continue
         layer, norm = modules[before.target], modules[node.target]
         once = calls[id(layer)] == calls[id(norm)] == 1
-        if once and isinstance(layer, BatchEnsembleLayer) and norm.running_mean is not None:
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (layer, norm))
+        folds = isinstance(layer, BatchEnsembleLayer) and norm.running_mean is not None
+        if once and folds and not hooked:
             found.append((before.target, node.target))
     return found
 

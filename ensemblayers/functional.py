@@ -232,7 +232,7 @@ def stacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     tensor([[3., 3.],
             [0., 0.]])
     """
-    rows = x.reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])
+    rows = x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
     autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     if writes_gradients(x, weight, bias) and not autocast:
         y = _StackedLinear.apply(rows, weight, bias)
@@ -278,9 +278,10 @@ def _check_members(x: Tensor, n: int, members: Tensor | None) -> Tensor | None:
         return None
     if members.dim() != 1:
         raise ValueError(f"expected members [B], the member of each row, got {list(members.shape)}")
-    if len(x) % max(len(members), 1) or bool(len(x)) != bool(len(members)):
+    rows, given = x.shape[0], members.shape[0]
+    if rows % max(given, 1) or bool(rows) != bool(given):
         raise ValueError(f"expected members of {x.shape[0]} rows, got {len(members)}")
-    return members if len(x) else None
+    return members if rows else None
 
 
 def _over_pairs(one: Callable[..., Tensor], r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:

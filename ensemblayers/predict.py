@@ -125,11 +125,16 @@ def uncertainty(logits: Tensor) -> Uncertainty:
     >>> uncertainty(torch.zeros(3, 1, 2)).total
     tensor([0.6931])
     """
-    log_p = logits.log_softmax(-1)
+    log_p = logits.log_softmax(-1).clamp_min(torch.finfo(logits.dtype).min)  # -inf of masked ones
     log_mean = log_p.logsumexp(0) - math.log(logits.shape[0])
-    total = torch.special.entr(log_mean.exp()).sum(-1)
-    expected = torch.special.entr(log_p.exp()).sum(-1).mean(0)
+    total = _entropy(log_mean)
+    expected = _entropy(log_p).mean(0)
     return Uncertainty(total, expected, (total - expected).clamp_min(0))
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    # Not torch.special.entr of the probabilities: where one is 0, its gradient is not finite.
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def ensemble_loss(

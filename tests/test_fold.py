@@ -75,10 +75,30 @@ def test_a_single_member_of_ones_own_layers():
     folded = el.fold_norms(net.eval())
     x = torch.randn(6, 3)
     torch.testing.assert_close(folded(x), net(x))
-    assert type(folded[1]) is nn.Identity and folded[0].bias.shape == (2, 4)
+    assert isinstance(folded[1], nn.Identity) and folded[0].bias.shape == (2, 4)
 
 
 def test_training_is_refused():
     model, _ = trained(linear(), (3,))
     with pytest.raises(ValueError, match="evaluation"):
         el.fold_norms(model.train())
+
+
+def test_a_norm_over_another_dimension_than_the_layers_is_refused():
+    """BatchNorm1d takes the channels of [rows, C, L] from C, a linear layer puts its own in L."""
+    model = el.to_batch_ensemble(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)), n=2).eval()
+    folded = el.fold_norms(model)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(el.fold_norms(folded)(x), model(x))
+    with pytest.raises(ValueError, match=r"\[rows, channels\] alone, got \[6, 5, 5\]"):
+        folded(torch.randn(3, 5, 6))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_layer_or_norm_with_hooks_stays(which):
+    net = el.to_batch_ensemble(nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4)), n=2).eval()
+    net.module[which].register_forward_hook(lambda module, args, out: 2 * out)
+    x = torch.randn(2, 3, 5)
+    folded = el.fold_norms(net)
+    assert isinstance(folded.module[1], nn.BatchNorm1d)
+    torch.testing.assert_close(folded(x), net(x))

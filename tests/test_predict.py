@@ -398,3 +398,17 @@ def test_without_statistics_nothing_happens():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
     with el.recalibrate(model, failing()):
         pass
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_of_the_uncertainty_where_members_are_sure(masked):
+    """A probability that underflows, or of a masked class, has no part in the entropy."""
+    logits = torch.tensor([[[200.0, 0.0, 1.0]], [[300.0, 0.0, -1.0]]])
+    if masked:
+        logits[..., 1] = -torch.inf
+    logits.requires_grad_()
+    found = el.uncertainty(logits)
+    for value in (found.total, found.expected, found.information):
+        assert value.abs().max() < 1e-6
+        (grad,) = torch.autograd.grad(value.sum(), logits, retain_graph=True)
+        assert grad.abs().max() < 1e-6  # NaN is not.

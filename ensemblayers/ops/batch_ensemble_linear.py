@@ -61,7 +61,7 @@ def algorithm(x: Tensor, weight: Tensor, groups: int, indexed: bool) -> str:
     """
     if forced.name is not None and not (indexed and forced.name == "folded"):
         return forced.name
-    rows = len(x)
+    rows = x.shape[0]
     if not indexed and rows > FOLDED_ROWS * x.shape[1] * groups:
         return "folded"
     if not _triton.on_tensor_cores(x):
@@ -74,8 +74,8 @@ def gradient_algorithm(x: Tensor, groups: int, indexed: bool) -> str:
     if indexed:  # A member's rows are anywhere.
         return "fused"
     if _triton.on_tensor_cores(x):
-        return "fused" if len(x) <= GRADIENT_ROWS * groups else "library"
-    return "fused" if len(x) <= FUSED_ROWS else "library"
+        return "fused" if x.shape[0] <= GRADIENT_ROWS * groups else "library"
+    return "fused" if x.shape[0] <= FUSED_ROWS else "library"
 
 
 def plain_linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
@@ -131,14 +131,14 @@ def folds(x: Tensor, weight: Tensor, r: Tensor) -> bool:
         and x.dtype in (torch.float32, torch.float64)
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
-        and len(x) * sum(weight.shape) > FOLD * len(r) * weight.numel()
+        and x.shape[0] * sum(weight.shape) > FOLD * len(r) * weight.numel()
     )
 
 
 def folded_linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
     """As :func:`plain_linear`, by n weights ``[out, in]`` and one batched product."""
     weights = weight * s.unsqueeze(2) * r.unsqueeze(1)
-    rows = x.reshape(len(r), len(x) // len(r), x.shape[1])
+    rows = x.reshape(len(r), x.shape[0] // len(r), x.shape[1])
     if bias is None:
         return torch.bmm(rows, weights.mT).flatten(0, 1)
     return torch.baddbmm(bias.unsqueeze(1), rows, weights.mT).flatten(0, 1)
@@ -151,7 +151,7 @@ def _in_cpp(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None
         and (dtype == torch.float32 or dtype == torch.float64)
         and dtype == weight.dtype == r.dtype == s.dtype
         and (bias is None or bias.dtype == dtype)
-        and len(x) >= LEAST_ROWS * len(r)
+        and x.shape[0] >= LEAST_ROWS * len(r)
         and weight.is_contiguous()
         and writes_gradients(x, weight, r, s, bias)
         and not torch.is_autocast_enabled("cpu")
@@ -228,7 +228,7 @@ def plain_members_linear_backward(
     found = [(grad if t is None else t).new_empty(0) for t in inputs]
     own_r, own_s = (t.unsqueeze(1).to(x.dtype) for t in of_groups(members, r, s))
     groups = len(own_r)
-    x, g = (t.reshape(groups, len(t) // groups, t.shape[1]) for t in (x, grad))
+    x, g = (t.reshape(groups, t.shape[0] // groups, t.shape[1]) for t in (x, grad))
     with no_autocast(x.device.type):
         w = weight.to(x.dtype)
         x_r, g_s = x * own_r, g * own_s

@@ -161,7 +161,7 @@ def test_er_replays_the_reservoir_before_the_batch_enters_it():
 
 def test_stable_sgd_is_its_settings():
     s = settings_for("rotated-mnist", "stable-sgd", 1)
-    assert (s.lr, s.decay, s.momentum, s.dropout, s.batch) == (0.1, 0.6, 0.8, 0.25, 10)
+    assert (s.lr, s.decay, s.momentum, s.dropout, s.batch) == (0.1, 0.6, 0.8, 0.25, 64)
     trained = METHODS["stable-sgd"](make, s, 1, Memory(torch.Generator()))
     trained.start(2)
     assert trained.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.36)
