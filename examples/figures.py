@@ -133,7 +133,7 @@ def _train(figures: list["Figure"], options: Options, console: Any) -> None:
         if run.benchmark in (options.benchmark or BENCHMARKS)
         and not is_stored(run, seed, options.weights)
     ]
-    for name in {run.benchmark for run, _ in missing}:
+    for name in dict.fromkeys(run.benchmark for run, _ in missing):
         # Here, so that what is wrong with the data is reported once; and downloaded once.
         BENCHMARKS[name](0, options.data_root, options.download)
     where = (options.weights.resolve(), options.data_root.resolve(), options.device)

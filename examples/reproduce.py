@@ -172,7 +172,7 @@ def _train(rows: Sequence["Row"], folder: Path, options: Options, console: Any) 
     # Seed by seed: all cells fill at the same pace. A run that several tables share is made once.
     wanted = [key for seed in options.seeds for row in rows for key in keys(row, [seed])]
     missing = [key for key in dict.fromkeys(wanted) if load(folder, key) is None]
-    for name in {key.benchmark for key in missing}:
+    for name in dict.fromkeys(key.benchmark for key in missing):
         # Here, so that what is wrong with the data is reported once; and downloaded once.
         BENCHMARKS[name](0, options.data_root, options.download)
         (folder / name).mkdir(exist_ok=True)
