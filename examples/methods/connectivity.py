@@ -39,8 +39,8 @@ class SubspaceConnectivity(SubspaceMethod):
         optimizer = torch.optim.SGD(vertices, connect.lr, momentum=connect.momentum)
         # One batch of all past tasks has the mean of their losses: each has as many examples.
         past = self.memory.tasks[:-1] if connect.apart else [self.memory.past()]
-        weight = (task if connect.summed else 1) / len(past)
-        terms = [(weight, self.previous, *batch) for batch in past]
+        each = (task if connect.summed else 1) / len(past)
+        terms = [(each, self.previous, *batch) for batch in past]
         terms.append((1, learned, *self.memory.current()))
         for _ in range(connect.steps):
             optimizer.zero_grad()
