@@ -117,9 +117,9 @@ TASKS = {
 }
 
 
-def one_network(task: Task) -> Training:
+def one_network(task: Task, **options: bool) -> Training:
     net = copy.deepcopy(task.net)
-    opt = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
+    opt = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, **options)
     return task.training(net, opt, vertices=lambda: [p.detach()[None] for p in net.parameters()])
 
 
@@ -248,8 +248,9 @@ SHARED = {
 def test_batch_ensemble_step(compare, case):
     task = SHARED[case]()
     model = el.to_batch_ensemble(task.net, n=MEMBERS)
-    opt = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    candidate, baseline = task.training(model, opt, vertices=list), one_network(task)
+    # Fused, both: torch's fastest, and r and s are more tensors.
+    opt = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=True)
+    candidate, baseline = task.training(model, opt, vertices=list), one_network(task, fused=True)
     check(task, baseline)
     check_batch_ensemble(task, model, candidate)
     compare(

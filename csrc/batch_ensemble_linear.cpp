@@ -12,6 +12,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -32,6 +33,7 @@ constexpr int kBytes = 32, kVectors = 1;
 #endif
 constexpr int kRows = 6;
 constexpr int64_t kCache = 256 * 1024, kGroup = 32;  // Bytes, panels.
+constexpr int64_t kRowsAtOnce = 256;  // A thread's: with fewer a product is slower.
 constexpr int64_t kGrain = 16 * 1024;  // Elements that are worth a thread.
 
 template <class V>
@@ -183,17 +185,18 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
   });
 }
 
-// The rows of a batch, each with the scale (and shift) of its member: to = from * scale + shift.
+// The rows [first, last) of a batch, each with the scale (and shift) of its member, of which there
+// are `each`: to = from * scale + shift. `from` and `to` begin with row first.
 template <class V>
-void scale_rows(const V* from, const V* scale, const V* shift, V* to, int64_t rows, int64_t n,
-                int64_t columns) {
-  const int64_t grain = 1 + kGrain / (columns + 1), each = rows / n;
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+void scale_rows(const V* from, const V* scale, const V* shift, V* to, int64_t first, int64_t last,
+                int64_t each, int64_t columns) {
+  const int64_t grain = 1 + kGrain / (columns + 1);
+  torch::stable::parallel_for(first, last, grain, [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end; ++j) {
-      const V* in = from + j * columns;
+      const V* in = from + (j - first) * columns;
       const V* __restrict s = scale + j / each * columns;
       const V* __restrict b = shift ? shift + j / each * columns : nullptr;
-      V* out = to + j * columns;
+      V* out = to + (j - first) * columns;
       if (b) {
         for (int64_t c = 0; c < columns; ++c) out[c] = in[c] * s[c] + b[c];
       } else {
@@ -248,6 +251,15 @@ Tensor empty(const Tensor& like, int64_t rows, int64_t columns) {
   return torch::stable::new_empty(like, {rows, columns});
 }
 
+// out = a b.
+void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+  torch::stable::detail::to<Tensor>(stack[0]);  // Takes over the reference to out.
+}
+
 std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor r, Tensor s,
                                    std::optional<Tensor> bias) {
   const Tensor xs = torch::stable::contiguous(x), rs = torch::stable::contiguous(r);
@@ -255,14 +267,21 @@ std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor r, Tensor s,
   std::optional<Tensor> bs;
   if (bias) bs = torch::stable::contiguous(*bias);
   const int64_t rows = xs.size(0), in = xs.size(1), n = rs.size(0), out = weight.size(0);
-  const Tensor scaled = empty(xs, rows, in), shifted = empty(xs, rows, out);
-  Tensor y = scaled;
+  // So many rows at a time that what is scaled stays in the cache.
+  const int64_t most = kRowsAtOnce * std::max<int64_t>(1, torch::stable::get_num_threads());
+  Tensor scaled = empty(xs, std::min(rows, most), in), y = empty(xs, rows, out);
+  const Tensor shifted = empty(xs, rows, out), transposed = torch::stable::transpose(weight, 0, 1);
   dispatch(xs, [&](auto v) {
     using V = decltype(v);
-    scale_rows<V>(data<V>(xs), data<V>(rs), nullptr, mutable_data<V>(scaled), rows, n, in);
-    y = torch::stable::matmul(scaled, torch::stable::transpose(weight, 0, 1));
-    scale_rows<V>(data<V>(y), data<V>(ss), bs ? data<V>(*bs) : nullptr, mutable_data<V>(shifted),
-                  rows, n, out);
+    for (int64_t first = 0; first < rows; first += most) {
+      const int64_t last = std::min(rows, first + most), count = last - first;
+      scale_rows<V>(data<V>(xs) + first * in, data<V>(rs), nullptr, mutable_data<V>(scaled), first,
+                    last, rows / n, in);
+      multiply(torch::stable::narrow(y, 0, first, count),
+               torch::stable::narrow(scaled, 0, 0, count), transposed);
+      scale_rows<V>(data<V>(y) + first * out, data<V>(ss), bs ? data<V>(*bs) : nullptr,
+                    mutable_data<V>(shifted) + first * out, first, last, rows / n, out);
+    }
   });
   return {shifted, y};
 }
@@ -283,7 +302,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad, Tensor x, Tenso
     if (of_x) {
       d_x = torch::stable::matmul(d_y, weight);
       V* own = mutable_data<V>(d_x);
-      scale_rows<V>(own, data<V>(rs), nullptr, own, rows, n, in);
+      scale_rows<V>(own, data<V>(rs), nullptr, own, 0, rows, rows / n, in);
     }
     if (d_weight) weights_impl<V>(d_y, xs, weight, rs, *d_weight, d_r);
   });
