@@ -11,7 +11,13 @@ def copy_module(module: nn.Module, replace: dict[Tensor, nn.Parameter] | None = 
 
     Tensors that are the output of a graph (as old-style weight_norm leaves them) are copied
     detached, where copy.deepcopy refuses them.
+
+    Raises:
+        ValueError: a buffer that has no shape yet.
     """
+    lazy = [name for name, b in module.named_buffers() if nn.parameter.is_lazy(b)]
+    if lazy:
+        raise ValueError(f"expected buffers with shapes, got lazy {lazy[0]}; run the model once")
     memo: dict[int, object] = {id(old): new for old, new in (replace or {}).items()}
     for m in module.modules():
         for value in (*vars(m).values(), *m._buffers.values()):
@@ -67,11 +73,29 @@ def restore_fast_path(module: nn.Module) -> None:
         module.activation_relu_or_gelu = vars(module).pop("_plain_activation")
 
 
+def check_module(model: nn.Module) -> None:
+    """Raise a ValueError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a module, got {type(model).__name__}")
+
+
 def check_outermost(model: nn.Module) -> None:
     """Raise a ValueError for a module that holds a whole ensemble among others."""
+    check_module(model)
     for name, module in model.named_modules():
         if isinstance(module, PlainKeys) and module is not model:
             raise ValueError(
                 f"expected the ensemble itself, got {type(model).__name__} that holds a "
                 f"{type(module).__name__} as {name!r}; pass that, or make the whole an ensemble"
+            )
+
+
+def check_no_ensemble(model: nn.Module, kind: type[PlainKeys] = PlainKeys) -> None:
+    """Raise a ValueError for a module that is or holds a whole ensemble of a kind."""
+    check_module(model)
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            where = f"one as {name!r}" if name else "one"
+            raise ValueError(
+                f"expected a model without a whole {type(module).__name__} in it, got {where}"
             )

@@ -5,6 +5,7 @@ Lifelong Learning", https://arxiv.org/abs/2002.06715
 """
 
 import math
+from collections import OrderedDict
 from typing import Any, Literal
 
 import torch
@@ -12,38 +13,24 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import functional
+from ._assignment import Assigned, Assignment
 from ._conv import ConvOptions
+from ._gradients import is_eager
 from ._init import reset_affine_
-from ._module import PlainKeys
+from ._module import PlainKeys, check_no_ensemble
 from .simplex import check_n
 
 INITS = ("random_sign", "normal", "ones")
 Init = Literal["random_sign", "normal", "ones"]
 
-
-class Assignment:
-    """The member of each example of a batch that is not member-major, for all layers of a model.
-
-    It holds until the next forward pass: activation checkpointing runs layers again before that.
-    """
-
-    members: Tensor | None = None
-
-
-class Assigned(nn.Module):
-    """A layer that has to know the member of each example."""
-
-    assignment: Assignment | None = None
-
-    @property
-    def members(self) -> Tensor | None:
-        """The member of each example, where the batch is not member-major."""
-        return None if self.assignment is None else self.assignment.members
+# Arguments of torch's attention and transformers that all examples share, where 2-dimensional.
+_MASKS = ("attn_mask", "mask", "src_mask", "tgt_mask", "memory_mask")
 
 
 class BatchEnsembleLayer(Assigned):
     """What the BatchEnsemble layers have in common: one weight, n sets of fast weights."""
 
+    _version = 2  # In the metadata of a state_dict; a plain layer's is 1.
     plain_class: type[nn.Module]
     weight: nn.Parameter
     r: nn.Parameter
@@ -125,15 +112,17 @@ class BatchEnsembleLayer(Assigned):
         r, s = self.r[i], self.s[i]
         return list(zip(r.view(-1, r.shape[-1]), s.view(-1, s.shape[-1]), strict=True))
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # A plain layer has no r and s: the layer keeps its own. Its bias is every member's.
-        if prefix + "weight" in state_dict:
-            for name in ("r", "s"):
-                state_dict.setdefault(prefix + name, getattr(self, name).detach())
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
+        # A plain layer has no r and s: the layer keeps its own. Its bias is every member's. What
+        # is missing in the state_dict of a layer of this class is torch's to report.
+        fast = {prefix + name: getattr(self, name).detach() for name in ("r", "s")}
+        own = local_metadata.get("version", 1) >= self._version or fast.keys() & state_dict.keys()
+        if prefix + "weight" in state_dict and not own:
+            state_dict.update(fast)
         bias = state_dict.get(prefix + "bias")
         if self.bias is not None and bias is not None and bias.dim() == 1:
             state_dict[prefix + "bias"] = bias.repeat(self.n, 1)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def extra_repr(self) -> str:
         rank = "" if self.rank == 1 else f", rank={self.rank}"
@@ -320,17 +309,28 @@ class BatchEnsemble(PlainKeys):
     The call takes ``members``, an index ``[B]``, too: row j goes through member ``members[j]``, in
     training and in evaluation.
 
+    That index holds for the call, and in the backward pass for the parts of the call that
+    activation checkpointing runs again. A layer or ``module`` called directly is member-major.
+
     Shape:
         - Input: ``[B, ...]``: every tensor among the arguments whose first dimension is that of
-          the first tensor's is folded
+          the first tensor's is folded, but for two-dimensional ``attn_mask``, ``src_mask``,
+          ``tgt_mask`` and ``memory_mask`` and a square ``mask``, passed by keyword: as in torch's
+          attention, all examples share them. A batch elsewhere (a recurrent layer's first state,
+          ``[layers, B, H]``) is not folded.
         - Output in training, split and random, and with ``members``: ``[B, ...]``
-        - Output in training, repeat, and in evaluation: ``[n, B, ...]``
+        - Output in training, repeat, and in evaluation: ``[n, B, ...]``; that of a tensor with
+          the batch in dimension 1, ``[layers, B, H]``: ``[n, layers, B, H]``. Where neither
+          dimension 0 nor 1 is that of the folded batch, tensors come as they are.
 
     Keys of the state_dict are those of ``module``, without a prefix.
 
     Raises:
-        ValueError: no BatchEnsemble layers, or of several n; in the forward pass, a batch that
-            does not divide by n (split), or ``members`` for another number of rows.
+        ValueError: no BatchEnsemble layers, or of several n, or a whole BatchEnsemble or
+            StackedEnsemble inside; in the forward pass, a batch that does not divide by n
+            (split), ``members`` that are no tensor of integers or for another number of rows, or
+            an output that is rows or a recurrent layer's state, and the shape does not say which.
+        IndexError: ``members`` without a layer's member, on a CPU.
 
     >>> model = BatchEnsemble(nn.Sequential(BatchEnsembleLinear(8, 2, n=4)))
     >>> model(torch.zeros(12, 8)).shape, model.eval()(torch.zeros(12, 8)).shape
@@ -344,6 +344,7 @@ class BatchEnsemble(PlainKeys):
         n: int | None = None,
         train: Literal["split", "random", "repeat"] = "split",
     ) -> None:
+        check_no_ensemble(module)
         super().__init__(module)
         if train not in ("split", "random", "repeat"):
             raise ValueError(f"expected train to be split, random or repeat, got train={train!r}")
@@ -351,34 +352,76 @@ class BatchEnsemble(PlainKeys):
         if n not in (None, self.n):
             raise ValueError(f"expected layers of n={n} members, got n={self.n}")
         self.train_fold = train
-        self.assignment = Assignment()
-        for layer in module.modules():
-            if isinstance(layer, Assigned):
-                layer.assignment = self.assignment
+        layers = [m for m in module.modules() if isinstance(m, Assigned)]
+        # One for all wrappers of a module, so that each of them tells its layers.
+        found = (m.assignment for m in layers if m.assignment is not None)
+        self.assignment = next(found, None) or Assignment()
+        for layer in layers:
+            layer.assignment = self.assignment
 
     def forward(self, *args: Any, members: Tensor | None = None, **kwargs: Any) -> Any:
         if members is None and (not self.training or self.train_fold == "repeat"):
             return self.every_member(args, kwargs)
         first = first_tensor(args, kwargs)
         rows = first.shape[0]
-        if members is None and self.train_fold == "random":
+        if members is not None:
+            self._check_members(members, rows)
+        elif self.train_fold == "random":
             members = torch.randint(self.n, (rows,), device=first.device)
-        if members is None and rows % self.n:
+        elif rows % self.n:
             raise ValueError(
                 f"expected a batch that divides by n={self.n} members (train='split'), "
                 f"got {rows} rows; drop the last batch, or use train='repeat'"
             )
-        if members is not None and members.shape != (rows,):
-            raise ValueError(
-                f"expected members [{rows}], a member for each row, got {list(members.shape)}"
-            )
-        self.assignment.members = members
-        return self.module(*args, **kwargs)
+        return self.assignment.run(members, self.module, *args, **kwargs)
 
     def every_member(self, args: Any, kwargs: Any) -> Any:
         """The whole batch through every member: ``[B, ...]`` to ``[n, B, ...]``."""
-        self.assignment.members = None
-        return repeat_forward(self.module, self.n, args, kwargs)
+        return self.assignment.run(None, repeat_forward, self.module, self.n, args, kwargs)
+
+    def _check_members(self, members: Tensor, rows: int) -> None:
+        functional.check_index(members)
+        if members.shape != (rows,):
+            raise ValueError(
+                f"expected members [{rows}], a member for each row, got {list(members.shape)}"
+            )
+        # Elsewhere than on a CPU, to look would wait for the device.
+        if rows and members.device.type == "cpu" and is_eager(members):
+            low, high = (int(bound) for bound in members.aminmax())
+            if low < 0 or high >= self.n:
+                raise IndexError(
+                    f"expected members in 0..{self.n - 1}, got {low if low < 0 else high}"
+                )
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        layers = self._layers("")
+        if not hasattr(state_dict, "_metadata") and any(self._fast(state_dict, layers).values()):
+            # As safetensors loads it. The layers are to know that it is not a plain model's.
+            version = {"version": BatchEnsembleLayer._version}
+            state_dict = OrderedDict(state_dict)
+            state_dict._metadata = {layer.rstrip("."): version for layer in layers}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, *args):
+        # As a part of another module, whose metadata has other names for the layers. One that has
+        # r or s only reports the other itself.
+        found = self._fast(state_dict, self._layers(prefix))
+        if any(found.values()):
+            for layer in (layer for layer, own in found.items() if not own):
+                inner = f"{prefix}module.{layer.removeprefix(prefix)}"
+                missing += [inner + "r", inner + "s"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *args)
+
+    def _layers(self, prefix: str) -> list[str]:
+        """The prefixes of the layers' keys in a state_dict."""
+        named = self.module.named_modules()
+        names = [name for name, m in named if isinstance(m, BatchEnsembleLayer)]
+        return [f"{prefix}{name}." if name else prefix for name in names]
+
+    @staticmethod
+    def _fast(state_dict, layers: list[str]) -> dict[str, list[str]]:
+        """The fast weights that a state_dict has of each layer."""
+        return {p: [k for k in (p + "r", p + "s") if k in state_dict] for p in layers}
 
     def extra_repr(self) -> str:
         return f"n={self.n}, train={self.train_fold!r}"
@@ -399,10 +442,19 @@ def batch_ensemble_size(model: nn.Module) -> int:
 
 def first_tensor(args: Any, kwargs: Any) -> Tensor:
     """The first tensor among the arguments, which has the batch in its first dimension."""
+    kwargs = {name: value for name, value in kwargs.items() if not _is_shared(name, value)}
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf
     raise ValueError("expected a tensor with a batch dimension among the arguments, got none")
+
+
+def _is_shared(name: str, value: Any) -> bool:
+    """Whether a keyword argument is an attention mask that all examples share."""
+    if name not in _MASKS or not isinstance(value, Tensor) or value.dim() != 2:
+        return False
+    # Models often call ``[B, length]`` a mask too: torch's own of that name are square.
+    return name != "mask" or value.shape[0] == value.shape[1]
 
 
 def repeat_forward(module: nn.Module, n: int, args: Any, kwargs: Any) -> Any:
@@ -416,13 +468,35 @@ def repeat_forward(module: nn.Module, n: int, args: Any, kwargs: Any) -> Any:
 
     def unfold(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            folds = leaf.dim() and leaf.shape[0] == n * rows
-            return leaf.unflatten(0, (n, rows)) if folds else leaf
+            return _unfold(leaf, n, rows, states)
         if not isinstance(leaf, (int, float, str, type(None))):
             raise ValueError(
                 f"expected outputs of tensors in tuples, lists and dicts, got {type(leaf).__name__}"
             )
         return leaf
 
-    args, kwargs = pytree.tree_map(fold, (args, kwargs))
+    rnns = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+    states = [m.num_layers * (1 + m.bidirectional) for m in rnns]
+    args = pytree.tree_map(fold, args)
+    kwargs = {k: v if _is_shared(k, v) else pytree.tree_map(fold, v) for k, v in kwargs.items()}
     return pytree.tree_map(unfold, module(*args, **kwargs))
+
+
+def _unfold(y: Tensor, n: int, rows: int, states: list[int]) -> Tensor:
+    """``[n * B, ...]`` as ``[n, B, ...]``, ``[k, n * B, ...]`` as ``[n, k, B, ...]``.
+
+    Args:
+        states: the first dimensions of the states of the model's recurrent layers.
+    """
+    batch = n * rows
+    if y.dim() and y.shape[0] == batch:
+        # The order spares models without states a comparison of sizes that may be dynamic.
+        if y.dim() == 3 and batch in states and y.shape[1] == batch:
+            raise ValueError(
+                f"expected rows or a recurrent layer's state, but an output {list(y.shape)} may be "
+                f"either, as there are {batch} layers and n * B = {batch}; use another batch size"
+            )
+        return y.unflatten(0, (n, rows))
+    if y.dim() > 1 and y.shape[1] == batch:
+        return y.unflatten(1, (n, rows)).movedim(1, 0)
+    return y

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .batch_ensemble import Assigned
+from . import functional
+from ._assignment import Assigned
+from .ops import member_scale
 from .simplex import check_n
 
 
@@ -52,21 +54,21 @@ class BatchEnsembleNorm(Assigned, _BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
-        if self.members is not None:
+        of_batch = self.training or self.running_mean is None
+        members = self.members
+        if members is not None and of_batch:
             raise ValueError(
-                "expected a member-major batch for BatchNorm of each member's own, got members="
+                "expected a member-major batch, or running statistics in evaluation, for BatchNorm "
+                "of each member's own: rows by members= are no batch of a member's"
             )
-        if x.shape[0] % self.n:
-            raise ValueError(
-                f"expected a member-major batch [n * b, ...] that divides by n={self.n} members, "
-                f"got {x.shape[0]} rows"
-            )
+        members = functional.check_members(x, self.n, members)
+        if members is not None:
+            return self._by_index(x, members)
         momentum = self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:  # The mean over all batches.
                 momentum = 1.0 / float(self.num_batches_tracked)
-        of_batch = self.training or self.running_mean is None
         tensors = (self.running_mean, self.running_var, self.weight, self.bias)
         each = [[None] * self.n if t is None else t.unbind(0) for t in tensors]
         rows = x.unflatten(0, (self.n, x.shape[0] // self.n)).unbind(0)
@@ -76,6 +78,17 @@ class BatchEnsembleNorm(Assigned, _BatchNorm):
                 for own, mean, var, weight, bias in zip(rows, *each, strict=True)
             ]
         )
+
+    def _by_index(self, x: Tensor, members: Tensor) -> Tensor:
+        """Evaluation of rows with a member each: one scale and one shift of a member's channels."""
+        scale = (self.running_var + self.eps).rsqrt()
+        if self.weight is not None:
+            scale = scale * self.weight
+        shift = -self.running_mean * scale
+        if self.bias is not None:
+            shift = shift + self.bias
+        # In the statistics' precision, as F.batch_norm does for half precision too.
+        return member_scale.scale(x.to(scale.dtype), scale, shift, members).to(x.dtype)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # A plain layer's tensors become every member's.
@@ -103,12 +116,13 @@ _DOC = """nn.BatchNorm{k}d for n members at once, with parameters and statistics
         Others: as for nn.BatchNorm{k}d.
 
     Shape:
-        - Input and output: nn.BatchNorm{k}d's, for a member-major batch ``[n * b, ...]``
+        - Input and output: nn.BatchNorm{k}d's, for a member-major batch ``[n * b, ...]``; in
+          evaluation a :class:`BatchEnsemble` may call it with ``members`` too
         - weight, bias, running_mean, running_var: ``[n, num_features]``
 
     Raises:
-        ValueError: n < 1; in the forward pass, a batch that does not divide by n, or that has its
-            members by an index.
+        ValueError: n < 1; in the forward pass, a batch that does not divide by n, or, where the
+            batch's own statistics count, one that has its members by an index.
 
     >>> layer = BatchEnsembleNorm{k}d(3, n=4)
     >>> layer(torch.zeros(4 * 2, 3{ones})).shape, layer.weight.shape

@@ -155,7 +155,8 @@ def batch_ensemble_linear(
         - Output: x's with ``out`` for ``in``
 
     Raises:
-        ValueError: the batch does not divide by n, or by the length of ``members``.
+        ValueError: the batch does not divide by n, or by the length of ``members``; ``members``
+            that are no tensor of integers.
 
     Source: Wen et al. 2020, https://arxiv.org/abs/2002.06715
 
@@ -165,7 +166,9 @@ def batch_ensemble_linear(
     tensor([[2.],
             [0.]])
     """
-    members = _check_members(x, len(r), members)
+    if x.dim() < 2:
+        raise ValueError(f"expected x [n * b, ..., in], got {list(x.shape)}")
+    members = check_members(x, len(r), members)
     flat = x if x.dim() == 2 else x.flatten(0, -2)
 
     def one(*fast: Tensor | None) -> Tensor:
@@ -202,14 +205,15 @@ def batch_ensemble_conv(
         - Output: x's with ``out`` channels
 
     Raises:
-        ValueError: the batch does not divide by n, or by the length of ``members``.
+        ValueError: the batch does not divide by n, or by the length of ``members``; ``members``
+            that are no tensor of integers.
 
     Source: Wen et al. 2020, https://arxiv.org/abs/2002.06715
     """
     options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
     if x.dim() != weight.dim():
         raise ValueError(f"expected x [n * b, in, *space], got {list(x.shape)}")
-    members = _check_members(x, len(r), members)
+    members = check_members(x, len(r), members)
     scale = ops.member_scale.scale
 
     def one(r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
@@ -267,7 +271,7 @@ class _StackedLinear(torch.autograd.Function):
         return d_x, d_weight, grad.sum(1) if needs[2] else None
 
 
-def _check_members(x: Tensor, n: int, members: Tensor | None) -> Tensor | None:
+def check_members(x: Tensor, n: int, members: Tensor | None) -> Tensor | None:
     """``members`` of the rows of x, or None where these are member-major, or there are none."""
     if members is None:
         if x.shape[0] % n:
@@ -276,12 +280,21 @@ def _check_members(x: Tensor, n: int, members: Tensor | None) -> Tensor | None:
                 f"got {x.shape[0]} rows"
             )
         return None
+    check_index(members)
     if members.dim() != 1:
         raise ValueError(f"expected members [B], the member of each row, got {list(members.shape)}")
     rows, given = x.shape[0], members.shape[0]
     if rows % max(given, 1) or bool(rows) != bool(given):
         raise ValueError(f"expected members of {x.shape[0]} rows, got {len(members)}")
     return members if rows else None
+
+
+def check_index(members: Tensor) -> None:
+    """Raise a ValueError for members that are no tensor of integers that torch indexes by."""
+    if not isinstance(members, Tensor):
+        raise ValueError(f"expected members as a tensor [B], got {type(members).__name__}")
+    if members.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"expected members of int64 or int32, got {members.dtype}")
 
 
 def _over_pairs(one: Callable[..., Tensor], r: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,6 +1,8 @@
 import copy
+import functools
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -181,6 +183,11 @@ def test_batch_that_does_not_divide(layer, x):
     assert model.eval()(x).shape[:2] == (3, 7)
 
 
+def test_one_dimension():
+    with pytest.raises(ValueError, match=r"\[n \* b, ..., in\], got \[4\]"):
+        el.BatchEnsembleLinear(4, 4, n=2)(torch.zeros(4))
+
+
 def test_unbatched_conv():
     with pytest.raises(ValueError, match=r"\[4, 5, 5\]"):
         el.BatchEnsembleConv2d(4, 4, 3, n=2)(torch.zeros(4, 5, 5))
@@ -237,6 +244,119 @@ def test_keyword_and_nested_arguments_are_folded():
     torch.testing.assert_close(out["pair"][0], y + 1)
     assert out["pair"][1] is None and out["flag"] == "on" and out["loss"].shape == ()
     assert out["table"].shape == (7, 1)
+
+
+class Attends(nn.Module):
+    """Attention of tokens, with whatever masks there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = el.BatchEnsembleLinear(4, 4, n=2, init="normal")
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x, memory=None, key_padding_mask=None, **masks):
+        (mask,) = masks.values() if masks else (None,)
+        y = self.layer(x)
+        options = {"key_padding_mask": key_padding_mask, "attn_mask": mask}
+        return self.attention(y, *(y if memory is None else memory,) * 2, **options)[0]
+
+
+def explicit_members(model, *args, **kwargs):
+    return torch.stack([el.member(model, i)(*args, **kwargs) for i in range(model.n)])
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.parametrize("name", ["attn_mask", "mask", "src_mask", "tgt_mask", "memory_mask"])
+def test_masks_that_all_examples_share(name, kind):
+    model = el.BatchEnsemble(Attends()).eval()
+    for rows in (3, 5):  # As many as tokens, and not.
+        x = torch.randn(rows, 5, 4)
+        mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float32)
+        mask = mask.to(kind) if kind is torch.float32 else mask < 0
+        options = {name: mask, "key_padding_mask": torch.arange(5).expand(rows, 5) > 3}
+        if kind is torch.float32:
+            del options["key_padding_mask"]
+        for call in (model, functools.partial(el.members, model.module)):
+            torch.testing.assert_close(call(x, **options), explicit_members(model, x, **options))
+            # The first tensor that counts is not the mask.
+            torch.testing.assert_close(
+                call(**options, x=x), explicit_members(model, x=x, **options)
+            )
+
+
+def test_masks_of_other_tokens_and_masks_of_the_batch():
+    model = el.BatchEnsemble(Attends()).eval()
+    x, memory = torch.randn(4, 4, 4), torch.randn(4, 6, 4)
+    mask = torch.zeros(4, 6)
+    mask[:, 4:] = -torch.inf
+    for name in ("memory_mask", "attn_mask"):
+        options = {"memory": memory, name: mask}
+        torch.testing.assert_close(model(x, **options), explicit_members(model, x, **options))
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = telltale(2)
+
+        def forward(self, x, mask):
+            return self.layer(x) * mask.sum(1, keepdim=True)
+
+    model, x = el.BatchEnsemble(Keeps()).eval(), torch.arange(3.0)[:, None]
+    mask = torch.arange(12.0).view(3, 4)  # One of each example, which many models call mask.
+    torch.testing.assert_close(model(x, mask=mask), explicit_members(model, x, mask=mask))
+
+
+def test_transformers_with_a_mask_for_as_many_rows_as_tokens():
+    mask = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
+    x = torch.randn(4, 4, 8, dtype=torch.float64)
+    decoder = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
+    for source, args, options in (
+        (layer, (x,), {"src_mask": mask}),
+        (nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), (x,), {"mask": mask}),
+        (decoder, (x, x.sin()), {"tgt_mask": mask, "memory_mask": mask}),
+    ):
+        with pytest.warns(UserWarning, match="shared by all members"):
+            model = el.to_batch_ensemble(source, n=3, init="normal").eval()
+        torch.testing.assert_close(
+            model(*args, **options), explicit_members(model, *args, **options)
+        )
+
+
+class Recurrent(nn.Module):
+    def __init__(self, n, layers, **options):
+        super().__init__()
+        self.layer = el.BatchEnsembleLinear(3, 3, n=n, init="normal")
+        self.lstm = nn.LSTM(3, 5, layers, batch_first=True, **options)
+
+    def forward(self, x):
+        y, (h, c) = self.lstm(self.layer(x))
+        return {"y": y, "states": (h, c), "last": h[-1], "time first": y.movedim(1, 0)}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 6])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}])
+def test_states_of_recurrent_layers_are_those_of_each_member(layers, options):
+    model = el.BatchEnsemble(Recurrent(2, layers, **options)).eval()
+    for rows in (4, 5):  # Also as many as there are states.
+        x = torch.randn(rows, 7, 3)
+        for out in (model(x), el.members(model.module, x)):
+            each = [el.member(model, i)(x) for i in range(2)]
+            for key in ("y", "last", "time first"):
+                torch.testing.assert_close(out[key], torch.stack([own[key] for own in each]))
+            for k in (0, 1):
+                expected = torch.stack([own["states"][k] for own in each])
+                torch.testing.assert_close(out["states"][k], expected)
+
+
+def test_a_state_that_may_be_rows():
+    model = el.BatchEnsemble(Recurrent(2, 2)).eval()
+    with pytest.raises(ValueError, match=r"\[2, 2, 5\].*n \* B = 2"):
+        model(torch.zeros(1, 7, 3))
+    # Sequences as long as the batch are no states, nor are they classes.
+    model = el.BatchEnsemble(el.BatchEnsembleLinear(3, 6, n=2)).eval()
+    assert model(torch.zeros(3, 6, 3)).shape == (2, 3, 6, 6)
+    assert model(torch.zeros(3, 3)).shape == (2, 3, 6)
 
 
 class Opaque(nn.Module):
@@ -327,6 +447,9 @@ def test_layer_errors(name, options, match):
         (nn.Linear(2, 2), {}, "none"),
         (nn.Sequential(telltale(2), telltale(3)), {}, r"n=\[2, 3\]"),
         (telltale(2), {"train": "share"}, "'share'"),
+        ([telltale(2)], {}, "a module, got list"),
+        (el.BatchEnsemble(telltale(2)), {}, "without a whole BatchEnsemble in it, got one"),
+        (nn.Sequential(telltale(2), el.to_stacked(nn.Linear(2, 2), n=2)), {}, "Stacked.* as '1'"),
     ],
 )
 def test_wrapper_errors(module, options, match):
@@ -536,7 +659,8 @@ def test_random_members_in_training():
     drawn = (model(x) / 100).flatten().long()
     torch.manual_seed(0)
     assert torch.equal(drawn, (model(x) / 100).flatten().long())
-    assert torch.equal(drawn, model.assignment.members)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.randint(3, (3000,)))
     assert drawn.bincount(minlength=3).min() > 900
     assert not torch.equal(drawn, (model(x) / 100).flatten().long())
     assert model(torch.zeros(7, 1)).shape == (7, 1)  # No division by n.
@@ -549,24 +673,241 @@ def test_random_members_in_training():
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, net):
+    """Two parts that the backward pass runs again, and what they hand on."""
+
+    def __init__(self, net, how, reentrant):
         super().__init__()
-        self.net = net
+        self.parts, self.how = nn.ModuleList([net[:2], net[2:]]), how
+        self.again = functools.partial(checkpoint, use_reentrant=reentrant)
+        self.between = None
 
     def forward(self, x):
-        return checkpoint(self.net, x, use_reentrant=False)
+        if self.how == "nested":
+            return self.again(self.both, x)
+        return self.both(x)
+
+    def both(self, x):
+        on = self.how in ("parts", "nested", "compiled")
+        first, second = self.parts
+        if self.how == "compiled":
+            first, second = (torch.compile(m, backend="aot_eager") for m in self.parts)
+        self.between = self.again(first, x) if on else first(x)
+        return self.again(second, self.between) if on else second(self.between)
 
 
-def test_checkpointed_layers_see_the_same_members():
+HOW = [(how, r) for how in ("parts", "nested", "whole", "compiled") for r in (True, False)]
+# What a reentrant checkpoint does not return has no graph, and where a loss is not from the
+# outputs, compiled layers can't tell.
+HAVE_NO_PARTS = [("nested", True), ("whole", True), ("compiled", True), ("compiled", False)]
+
+
+def checkpointed(how, reentrant):
+    """A model that is run again in the backward pass, and its plain twin: the calls of both."""
+    model, _ = network("linear")
+    net = model.module.append(nn.Sigmoid())
+    wrapped = el.BatchEnsemble(Checkpointed(net, how, reentrant), train="random")
+    if how == "whole":
+        again = functools.partial(checkpoint, wrapped, use_reentrant=reentrant)
+    else:
+        again = wrapped
+    twin = el.BatchEnsemble(Checkpointed(copy.deepcopy(net), "plain", None), train="random")
+    return (wrapped, again), (twin, twin)
+
+
+def in_this_thread(call):
+    return call()
+
+
+def in_another_thread(call):
+    """A new thread counts the nodes that it makes from 0, as CUDA's for the backward pass does."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def gradients(pair, loss, run=in_this_thread):
+    model, call = pair
+    torch.manual_seed(3)
+    x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    run(run(lambda: loss(model, call, x)).backward)
+    found = [x.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    return found
+
+
+def two_calls(model, call, x):
+    return call(x).pow(2).sum() - call(x.sin()).exp().sum()
+
+
+def indexed_and_split(model, call, x):
+    model.train_fold = "split"
+    members = torch.tensor([2, 0, 0, 1, 1, 1])
+    outputs = [model(x, members=members), model(x), model(2 * x, members=members.flip(0)), model(x)]
+    model.train_fold = "random"
+    return sum((k + 1) * y.sum() for k, y in enumerate(outputs))
+
+
+def chained(model, call, x):
+    y = call(x)
+    return call(torch.cat([y, y, y], 1)[:, :5]).pow(2).sum() + y.sum()
+
+
+def evaluated_between(model, call, x):
+    loss = call(x).pow(2).sum()
+    model(x, members=torch.zeros(6, dtype=torch.int64))  # Its graph is dropped.
+    with torch.no_grad():
+        model.eval()(x)
+        model(x, members=torch.ones(6, dtype=torch.int64))
+    model.train()
+    return loss
+
+
+def from_a_part(model, call, x):
+    call(x)
+    return model.module.between.pow(2).sum()
+
+
+def from_parts_of_two(model, call, x):
+    kept = []
+    for factor in (1, 2):
+        kept += [call(factor * x), model.module.between]
+    model.module.kept = kept  # The outputs' graphs stay, but take no part.
+    return kept[1].pow(2).sum() - kept[3].exp().sum()
+
+
+def direct_too(model, call, x):
+    y = call(x)
+    return y.pow(2).sum() + model.module(x).exp().sum() + model.module(x[:3]).sin().sum()
+
+
+LOSSES = [
+    lambda model, call, x: call(x).pow(2).sum(),
+    two_calls,
+    chained,
+    evaluated_between,
+    indexed_and_split,
+    from_a_part,
+    from_parts_of_two,
+    direct_too,
+]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("run", [in_this_thread, in_another_thread])
+@pytest.mark.parametrize(
+    "how, reentrant, loss",
+    [
+        (*how, loss)
+        for how in HOW
+        for loss in LOSSES
+        if loss not in (from_a_part, from_parts_of_two) or how not in HAVE_NO_PARTS
+    ],
+)
+def test_checkpointed_layers_see_the_members_of_their_own_call(how, reentrant, loss, run):
+    ours, plain = checkpointed(how, reentrant)
+    for _ in range(2):  # The second has a first before it.
+        torch.testing.assert_close(gradients(ours, loss, run), gradients(plain, loss))
+    assert ours[0].assignment.members is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_index_that_is_not_known_any_more(reentrant):
+    (model, _), _ = checkpointed("parts", reentrant)
+    x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    model(x)
+    kept = model.module.between
+    model(x)
+    with pytest.raises(RuntimeError, match="before its next call with members"):
+        kept.sum().backward()
+    # That leaves nothing behind.
+    y = model.module(x)
+    torch.testing.assert_close(y, by_row(model, x, torch.arange(3).repeat_interleave(2)))
+    y.sum().backward()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise OSError
+
+
+def direct_calls(model, x):
+    """The model and its layer without an index, run as they are and compiled."""
+    layer = model.module[0]
+    y = torch.cat([el.member(layer, i)(rows) for i, rows in enumerate(x.chunk(3))])
+    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        torch.testing.assert_close(call(x), y)
+    z = by_row(model, x, torch.arange(3).repeat_interleave(2))
+    for call in (model.module, copy.deepcopy(model.module)):
+        torch.testing.assert_close(call(x), z)
+    with pytest.raises(ValueError, match=r"member-major.* 4 rows"):
+        layer(x[:4])
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_direct_calls_are_member_major_after_a_call_with_members(mode):
     model, shape = network("linear")
-    x = torch.randn(7, *shape, dtype=torch.float64)
-    params = list(model.parameters())
-    grads = []
-    for net in (model.module, Checkpointed(model.module)):
-        torch.manual_seed(3)
-        wrapped = el.BatchEnsemble(net, train="random")
-        grads.append(torch.autograd.grad(wrapped(x).pow(2).sum(), params))
-    torch.testing.assert_close(*grads)
+    model.train(mode)
+    x = torch.randn(6, *shape, dtype=torch.float64)
+    members = torch.tensor([2, 0, 0, 1, 1, 2])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for call in (model, compiled):
+        call(x, members=members).sum().backward()
+        direct_calls(model, x)
+        call(x)
+        direct_calls(model, x)
+    with pytest.raises(RuntimeError):
+        model(x[:, :2], members=members)
+    direct_calls(model, x)
+    # After a backward pass that fails on the way.
+    model(Fails.apply(x.requires_grad_()), members=members)
+    with pytest.raises(OSError):
+        model(Fails.apply(x), members=members).sum().backward()
+    direct_calls(model, x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_in_what_is_compiled(reentrant):
+    (model, _), plain = checkpointed("parts", reentrant)
+    for backend in ("aot_eager", "eager"):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for loss in (LOSSES[0], two_calls, direct_too):
+            torch.testing.assert_close(gradients((model, compiled), loss), gradients(plain, loss))
+
+
+def test_export_and_transforms_with_members():
+    model, shape = network("linear")
+    x, members = torch.randn(6, *shape, dtype=torch.float64), torch.tensor([2, 0, 0, 1, 1, 2])
+    y = model(x, members=members)
+    exported = torch.export.export(model, (x,), {"members": members})
+    torch.testing.assert_close(exported.module()(x, members=members), y)
+    xs = torch.stack([x, 2 * x])
+    torch.testing.assert_close(
+        torch.func.vmap(lambda x: model(x, members=members))(xs),
+        torch.stack([model(x, members=members) for x in xs]),
+    )
+
+    def loss(x):
+        return model(x, members=members).sin().sum()
+
+    found = torch.func.grad(loss)(x)
+    torch.testing.assert_close(found, torch.autograd.grad(loss(x.requires_grad_()), x)[0])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(xs)[0], found)
+
+
+def test_two_wrappers_of_one_module():
+    net = nn.Sequential(telltale(2))
+    first, second = el.BatchEnsemble(net, train="random"), el.BatchEnsemble(net, train="repeat")
+    x = torch.zeros(3, 1)
+    for model in (first, second):
+        y = model(x, members=torch.tensor([1, 0, 1]))
+        assert y.flatten().tolist() == [100, 0, 100]
+    assert second(x).flatten().tolist() == [0, 0, 0, 100, 100, 100]
 
 
 def test_copies_have_an_assignment_of_their_own():
@@ -586,12 +927,30 @@ def test_copies_have_an_assignment_of_their_own():
     [
         (torch.tensor([0, 1]), r"\[3\].*got \[2\]"),
         (torch.tensor([[0], [1], [0]]), r"\[3\].*\[3, 1\]"),
-        (torch.tensor([0, 1, 7]), "index"),
+        (torch.tensor([0, 1, 7]), r"0\.\.1, got 7"),
+        (torch.tensor([0, -1, 1]), r"0\.\.1, got -1"),
+        ([0, 1, 1], "tensor.*got list"),
+        (torch.tensor([0.0, 1.0, 1.0]), "int64.*got torch.float32"),
+        (torch.tensor([True, False, True]), "int64.*got torch.bool"),
     ],
 )
 def test_wrong_members(members, match):
     with pytest.raises((ValueError, IndexError), match=match):
         el.BatchEnsemble(telltale(2))(torch.zeros(3, 1), members=members)
+
+
+def test_members_of_functions():
+    layer, _ = linear_pair({}, n=2)
+    tensors = (layer.weight, layer.r, layer.s)
+    for members, match in (([0, 1], "tensor.*got list"), (torch.ones(2), "torch.float32")):
+        with pytest.raises(ValueError, match=match):
+            el.functional.batch_ensemble_linear(torch.zeros(2, 5), *tensors, members=members)
+    members = torch.tensor([1, 0], dtype=torch.int32)
+    x = torch.randn(2, 5, dtype=torch.float64)
+    y = el.functional.batch_ensemble_linear(x, *tensors, members=members)
+    torch.testing.assert_close(
+        y, el.functional.batch_ensemble_linear(x, *tensors, members=members.long())
+    )
 
 
 def test_compiled_random_members():
@@ -600,8 +959,10 @@ def test_compiled_random_members():
     x = torch.randn(4, *shape, dtype=torch.float64)
     members = torch.tensor([2, 0, 1, 1])
     torch.testing.assert_close(compiled(x, members=members), model(x, members=members))
+    torch.manual_seed(5)
     y = compiled(x)
-    torch.testing.assert_close(y, by_row(model, x, model.assignment.members))
+    torch.manual_seed(5)
+    torch.testing.assert_close(y, by_row(model, x, torch.randint(3, (4,))))
     torch.testing.assert_close(compiled.eval()(x), model.eval()(x))
 
 

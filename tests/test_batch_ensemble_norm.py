@@ -1,4 +1,6 @@
 import copy
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -74,6 +76,119 @@ def test_errors_and_repr():
     net = nn.Sequential(el.BatchEnsembleLinear(4, 4, n=3), layer)
     with pytest.raises(ValueError, match="member-major"):
         el.BatchEnsemble(net, train="random")(torch.zeros(6, 4))
+
+
+def scattered(model):
+    """Members' norms of other parameters and statistics."""
+    for m in model.modules():
+        if isinstance(m, (el.BatchEnsembleNorm1d, el.BatchEnsembleNorm2d, el.BatchEnsembleNorm3d)):
+            with torch.no_grad():
+                for t in (m.running_mean, m.running_var, *m.parameters()):
+                    t.uniform_(0.5, 2)
+    return model
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_rows_by_index_in_evaluation(k, options):
+    norm, _ = pair(k, options)
+    kind = el.BatchEnsembleLinear if k == 1 else getattr(el, f"BatchEnsembleConv{k}d")
+    layer = kind(4, 4, **({} if k == 1 else {"kernel_size": 1}), n=3, dtype=torch.float64)
+    model = el.BatchEnsemble(nn.Sequential(layer, norm)).eval()
+    x, members = batch(k, 7), torch.tensor([2, 0, 0, 1, 2, 2, 0])
+    if not norm.track_running_stats:
+        with pytest.raises(ValueError, match="running statistics in evaluation"):
+            model(x, members=members)
+        return
+    scattered(model)
+
+    def by_row(x):
+        alone = [el.member(model, i) for i in range(3)]
+        return torch.cat([alone[i](row[None]) for i, row in zip(members.tolist(), x, strict=True)])
+
+    z = by_row(x)
+    y = model(x, members=members)
+    torch.testing.assert_close(y, z)
+    g, wanted = torch.randn_like(z), [x, *norm.parameters()]
+    every = model(x)[members, torch.arange(7)]
+    torch.testing.assert_close(
+        torch.autograd.grad(y, wanted, g), torch.autograd.grad(every, wanted, g)
+    )
+    torch.testing.assert_close(model(x[:0], members=members[:0]), y[:0])
+    torch._dynamo.reset()  # The limit of compiled versions is that of all models together.
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, members=members), y)
+    # In training there is no batch of a member's; the statistics stay.
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="member-major"):
+        model.train()(x, members=members)
+    torch.testing.assert_close(model.state_dict(), before)
+    model.eval().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, z = model(x.float(), members=members), by_row(x.float())
+    assert y.dtype == z.dtype
+    torch.testing.assert_close(y, z, rtol=2e-2, atol=2e-2)
+
+
+def test_networks_with_rows_by_index():
+    model = scattered(el.to_batch_ensemble(network(), n=3, norms="member", init="normal"))
+    x = torch.randn(5, 3, 5, 5, dtype=torch.float64)
+    members = torch.tensor([1, 2, 2, 0, 1])
+    y = model.eval()(x)[members, torch.arange(5)]
+    torch.testing.assert_close(model(x, members=members), y)
+    # Norms in evaluation in a network in training.
+    for m in model.train().modules():
+        if isinstance(m, (el.BatchEnsembleNorm1d, el.BatchEnsembleNorm2d)):
+            m.eval()
+    torch.testing.assert_close(model(x, members=members), y)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    pass
+
+
+def patched_norm():
+    norm = nn.BatchNorm1d(4)
+    norm.forward = lambda x: x
+    return norm
+
+
+STAY_SHARED = {
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(4),
+    "OwnNorm": lambda: OwnNorm(4),
+    "LazyBatchNorm1d": lambda: nn.LazyBatchNorm1d(track_running_stats=False),
+    "BatchNorm1d": patched_norm,
+    "ParametrizedBatchNorm1d": lambda: nn.utils.parametrizations.weight_norm(
+        nn.BatchNorm1d(4), dim=None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAY_SHARED)
+def test_norms_that_stay_shared_are_named(name):
+    source = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    source.add_module("odd", STAY_SHARED[name]())
+    with pytest.warns(UserWarning, match=rf"as they are: odd \({name}\)$"):
+        model = el.to_batch_ensemble(source, n=2, norms="member")
+    assert type(model.module[1]) is el.BatchEnsembleNorm1d
+    assert type(model.module.odd) is type(source.odd)
+    with warnings.catch_warnings(action="error"):
+        el.to_batch_ensemble(source, n=2)
+        el.to_batch_ensemble(source, n=2, norms="member", where=lambda m, name: name != "odd")
+
+
+@pytest.mark.parametrize("norms", ["shared", "member"])
+def test_lazy_statistics_can_not_be_copied(norms):
+    source = nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d())
+    with (
+        pytest.warns(UserWarning, match="LazyBatchNorm1d") if norms == "member" else nullcontext(),
+        pytest.raises(ValueError, match=r"lazy 1\.running_mean.*once"),
+    ):
+        el.to_batch_ensemble(source, n=2, norms=norms)
+    source(torch.zeros(2, 4))
+    assert type(el.to_batch_ensemble(source, n=2, norms=norms).module[1]).__name__ == (
+        "BatchEnsembleNorm1d" if norms == "member" else "BatchNorm1d"
+    )
 
 
 def test_a_plain_state_dict_is_every_members():
