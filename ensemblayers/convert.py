@@ -5,10 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import batch_ensemble, subspace
+from ._assignment import Assigned
 from ._init import check_sigma, vertices
 from ._module import (
+    check_module,
+    check_no_ensemble,
     check_outermost,
     copy_module,
     forget_fast_path,
@@ -63,8 +67,8 @@ def to_subspace(
         parameters).
 
     Raises:
-        ValueError: n < 1, nothing to convert, a parameter tied across the filter, or modules that
-            can't be converted, by name.
+        ValueError: n < 1, nothing to convert, a parameter tied across the filter, a StackedEnsemble
+            inside, or modules that can't be converted, by name.
 
     >>> model = to_subspace(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), n=3)
     >>> model[0].weight.shape
@@ -72,6 +76,7 @@ def to_subspace(
     """
     check_n(n)
     check_sigma(sigma)
+    check_no_ensemble(model, StackedEnsemble)
     chosen = list(_chosen(model, where, SubspaceLayer))
     refused = {name or "the model": why for name, m in chosen if (why := subspace.why_not(m))}
     if refused:
@@ -121,7 +126,9 @@ def to_batch_ensemble(
     Linear layers and convolutions get fast weights and a bias per member; every other module is
     shared by the members. With ``r = s = 1`` (``init="ones"``) each member is the model itself:
     the start for a trained model, which random signs would undo. A state_dict of the plain model
-    loads with ``strict=True`` and leaves r and s as they are.
+    loads with ``strict=True`` and leaves r and s as they are. Frozen parameters
+    (requires_grad=False) stay frozen, while r and s are trained always: freeze the model before
+    the conversion to train the fast weights alone.
 
     Args:
         model: any module; it is not changed. Its tensors carry the batch in dimension 0.
@@ -129,7 +136,8 @@ def to_batch_ensemble(
         rank, init, positive, std: how many r and s a member has, and how they start: see
             :class:`~ensemblayers.BatchEnsembleLinear`.
         train: what each member sees in training: see :class:`~ensemblayers.BatchEnsemble`.
-        norms: ``"member"`` gives each member its own BatchNorm, parameters and statistics.
+        norms: ``"member"`` gives each member its own BatchNorm, parameters and statistics; then
+            ``members=`` is for evaluation alone.
         where: called with each layer and its name; False leaves it shared.
         opaque: classes whose forward reads its children's parameters instead of calling the
             children, as in ``F.linear(x, self.proj.weight)``; what is below them stays shared.
@@ -138,12 +146,14 @@ def to_batch_ensemble(
         A :class:`~ensemblayers.BatchEnsemble` of a converted copy.
 
     Raises:
-        ValueError: n < 1, no layer to convert, a layer that takes the batch in dimension 1, or
-            norms of each member with ``train="random"``, which has no batch of a member.
+        ValueError: n < 1, no layer to convert, a layer that takes the batch in dimension 1, a
+            BatchEnsemble or StackedEnsemble inside, or norms of each member with
+            ``train="random"``, which has no batch of a member.
 
     Warns:
         UserWarning: names the layers with weights that stay shared: subclasses of linear layers
-            and convolutions, parametrized ones, attention and recurrent layers.
+            and convolutions, parametrized ones, attention and recurrent layers; with
+            ``norms="member"`` also lazy and synchronised BatchNorm and subclasses of it.
 
     >>> import torch
     >>> model = to_batch_ensemble(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), n=4)
@@ -151,6 +161,7 @@ def to_batch_ensemble(
     torch.Size([4, 10, 2])
     """
     check_n(n)
+    check_no_ensemble(model)
     if norms not in ("shared", "member"):
         raise ValueError(f"expected norms to be shared or member, got norms={norms!r}")
     if norms == "member" and train == "random":
@@ -161,13 +172,18 @@ def to_batch_ensemble(
             f"expected the batch in dimension 0, got batch_first=False in {', '.join(time_first)}"
         )
     hidden = _below(model, opaque)
-    layers, shared = [], []
+    wanted = _HOLDS_MATRICES + ((_BatchNorm,) if norms == "member" else ())
+    done = (BatchEnsembleLayer, BatchEnsembleNorm)
+    layers, own_norms, shared = [], [], []
     for name, module in model.named_modules():
-        holds = isinstance(module, _HOLDS_MATRICES) and not isinstance(module, BatchEnsembleLayer)
-        if not holds or (where is not None and not where(module, name)):
+        if not isinstance(module, wanted) or isinstance(module, done):
             continue
-        if _plain_layer(module, batch_ensemble.TYPED) and id(module) not in hidden:
+        if where is not None and not where(module, name):
+            continue
+        if id(module) not in hidden and _plain_layer(module, batch_ensemble.TYPED):
             layers.append(name)
+        elif id(module) not in hidden and _is_plain_norm(module):
+            own_norms.append(name)
         else:
             shared.append(f"{name or 'the model'} ({type(module).__name__})")
     if not layers:
@@ -177,14 +193,6 @@ def to_batch_ensemble(
         )
     if shared:
         warnings.warn(f"shared by all members as they are: {', '.join(shared)}", stacklevel=2)
-    own_norms = [
-        name
-        for name, module in model.named_modules()
-        if norms == "member"
-        and type(module) in TYPED_NORMS
-        and id(module) not in hidden
-        and (where is None or where(module, name))
-    ]
     of_members = {
         tensor: nn.Parameter(tensor.detach().repeat(n, 1), requires_grad=tensor.requires_grad)
         for name in layers + own_norms
@@ -201,8 +209,6 @@ def to_batch_ensemble(
         dd = {"device": layer.weight.device, "dtype": layer.weight.dtype}
         layer._attach(n, dd, rank=rank, init=init, positive=positive, std=std)
         layer.reset_fast_weights()
-        for fast in (layer.r, layer.s):
-            fast.requires_grad_(layer.weight.requires_grad)
     for module in converted.modules():
         forget_fast_path(module)
         if isinstance(module, nn.TransformerEncoder) and "_plain_nested" not in vars(module):
@@ -228,6 +234,7 @@ def to_stacked(model: nn.Module, *, n: int, reset: bool = False) -> StackedEnsem
     torch.Size([5, 10, 2])
     """
     check_n(n)
+    check_module(model)
     ensemble = StackedEnsemble([model] * n)
     if reset:
         ensemble.reset_parameters(range(1, n))
@@ -301,6 +308,7 @@ def param_groups(
     >>> [len(group["params"]) for group in param_groups(BatchEnsembleLinear(4, 2, n=3), 1e-4)]
     [1, 3]
     """
+    check_module(model)
     if fast_lr_multiplier != 1 and lr is None:
         raise ValueError(f"expected lr with fast_lr_multiplier={fast_lr_multiplier}, got none")
     stacked = {
@@ -379,6 +387,10 @@ def _plain_layer(
     return typed.get(type(module)) if bare and not module._modules else None
 
 
+def _is_plain_norm(module: nn.Module) -> bool:
+    return type(module) in TYPED_NORMS and "forward" not in vars(module)
+
+
 def _check_ties(model: nn.Module, chosen: set[int], stacked: dict[Tensor, nn.Parameter]) -> None:
     for name, module in model.named_modules():
         for own, p in own_parameters(module).items():
@@ -422,6 +434,8 @@ def _at_points(model: nn.Module, alpha_of: Callable[[Point, Tensor], Tensor]) ->
 
 def _batch_ensemble_member(model: nn.Module, i: int) -> nn.Module:
     i = check_member(i, batch_ensemble_size(model))
+    if any(isinstance(m, Assigned) and isinstance(m, SubspaceLayer) for m in model.modules()):
+        model = collapse(model)  # A subspace of BatchEnsembles: the member at its point.
     copied = copy_module(model)
     for module in copied.modules():
         restore_fast_path(module)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ._module import copy_module
+from ._module import check_module, copy_module
 from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer, BatchEnsembleLinear
 from .batch_ensemble_norm import BatchEnsembleNorm
 
@@ -39,6 +39,7 @@ def fold_norms(model: nn.Module) -> nn.Module:
     >>> fold_norms(to_batch_ensemble(net, n=4).eval()).module[1]
     Identity()
     """
+    check_module(model)
     if any(m.training for m in model.modules()):
         raise ValueError("expected a model in evaluation mode, got one in training; call .eval()")
     folded = copy_module(model)

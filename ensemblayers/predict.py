@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ._module import check_outermost
+from ._module import check_module, check_outermost
 from .batch_ensemble import (
     BatchEnsemble,
     BatchEnsembleLayer,
@@ -32,8 +32,8 @@ def members(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         *args, **kwargs: the model's arguments, ``[B, ...]``, shared by all members.
 
     Raises:
-        ValueError: a module that holds a BatchEnsemble or a StackedEnsemble among others, or
-            outputs that can't be stacked.
+        ValueError: no module, or one that holds a BatchEnsemble or a StackedEnsemble among others,
+            or outputs that can't be stacked.
 
     >>> from ensemblayers import SubspaceLinear
     >>> members(SubspaceLinear(8, 2, n=3), torch.zeros(5, 8)).shape
@@ -72,13 +72,12 @@ def combine(
         - Output: ``[..., classes]``, probabilities that sum to 1
 
     Raises:
-        ValueError: an unknown rule, or fewer than 2 dimensions.
+        ValueError: an unknown rule, no tensor of floats, or fewer than 2 dimensions.
 
     >>> combine(torch.tensor([[[0.0, 1e4]], [[1e4, 0.0]]]))
     tensor([[0.5000, 0.5000]])
     """
-    if logits.dim() < 2:
-        raise ValueError(f"expected logits [n, ..., classes], got {list(logits.shape)}")
+    _check_logits(logits)
     n, classes = logits.shape[0], logits.shape[-1]
     if rule == "logits":
         return logits.mean(0).softmax(-1)
@@ -101,6 +100,14 @@ def combine(
     raise ValueError(f"expected rule average, logits, hard or majority, got rule={rule!r}")
 
 
+def _check_logits(logits: Tensor) -> None:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        got = f"a tensor of {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"expected logits [n, ..., classes], a tensor of floats, got {got}")
+    if logits.dim() < 2:
+        raise ValueError(f"expected logits [n, ..., classes], got {list(logits.shape)}")
+
+
 class Uncertainty(NamedTuple):
     """Entropies of a prediction, in nats, ``[...]`` each; total = expected + information."""
 
@@ -120,11 +127,15 @@ def uncertainty(logits: Tensor) -> Uncertainty:
         - logits: ``[n, ..., classes]``
         - Output: three tensors ``[...]``
 
+    Raises:
+        ValueError: no tensor of floats, or fewer than 2 dimensions.
+
     Source: Houlsby et al. 2011, https://arxiv.org/abs/1112.5745
 
     >>> uncertainty(torch.zeros(3, 1, 2)).total
     tensor([0.6931])
     """
+    _check_logits(logits)
     log_p = logits.log_softmax(-1).clamp_min(torch.finfo(logits.dtype).min)  # -inf of masked ones
     log_mean = log_p.logsumexp(0) - math.log(logits.shape[0])
     total = _entropy(log_mean)
@@ -206,6 +217,7 @@ def recalibrate(model: nn.Module, data: Iterable[Any]) -> Recalibration:
     >>> model[0].running_mean
     tensor([0., 0.])
     """
+    check_module(model)
     modules = list(model.modules())
     for ensemble in [m for m in modules if isinstance(m, StackedEnsemble)]:
         modules += ensemble.skeleton_modules()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._module import check_module
 from .ops.mix import mix, mix_all
 
 
@@ -194,6 +195,7 @@ def points(model: nn.Module) -> list[Point]:
     Raises:
         ValueError: the model has none.
     """
+    check_module(model)
     found = [m.subspace_point for m in model.modules() if "subspace_point" in vars(m)]
     if not found:
         raise ValueError(f"expected a model with subspace layers, got {type(model).__name__}")
@@ -284,8 +286,9 @@ def set_point(
     """
     if alpha is not None and vertex is not None:
         raise ValueError(f"expected alpha or vertex, got alpha={alpha} and vertex={vertex}")
+    found = points(model)
     like = next(model.parameters(), None)
-    for point in points(model):
+    for point in found:
         point.set(alpha if vertex is None else point.vertex(vertex, like), like)
 
 

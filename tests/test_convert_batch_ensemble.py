@@ -170,6 +170,97 @@ def test_incomplete_state_dict(drop):
         el.to_batch_ensemble(plain(), n=3).load_state_dict(state)
 
 
+def loaded_directly(model, state):
+    return model.load_state_dict(state)
+
+
+def loaded_in_a_parent(model, state):
+    state_ = type(state)((f"a.{k}", v) for k, v in state.items())
+    if hasattr(state, "_metadata"):
+        state_._metadata = {f"a.{k}".rstrip("."): v for k, v in state._metadata.items()}
+    return nn.ModuleDict({"a": model}).load_state_dict(state_)
+
+
+def loaded_as_the_inner_module(model, state):
+    return model.module.load_state_dict(state)
+
+
+LOADS = [
+    (load, keep)
+    for load in (loaded_directly, loaded_in_a_parent, loaded_as_the_inner_module)
+    for keep in (copy.copy, dict)  # With metadata, and without, as safetensors loads it.
+]
+DROPS = [
+    ["stem.r"],
+    ["twice.s"],
+    ["stem.r", "heads.b.s"],
+    [f"{name}.r" for name in ("stem", "blocks.0", "twice", "heads.a", "heads.b")],
+]
+OF_A_LAYER = ["stem.r", "stem.s"]  # Without metadata and without the wrapper: a plain layer's.
+
+
+@pytest.mark.parametrize(
+    "load, keep, drop",
+    [(*how, drop) for how in LOADS for drop in DROPS]
+    + [(*how, OF_A_LAYER) for how in LOADS if how != (loaded_as_the_inner_module, dict)],
+)
+def test_missing_fast_weights_are_reported(load, keep, drop):
+    source = el.to_batch_ensemble(plain(), n=3)
+    state = keep(source.state_dict())
+    for key in drop:
+        del state[key]
+    model = el.to_batch_ensemble(plain(), n=3)
+    with pytest.raises(RuntimeError, match="Missing key") as error:
+        load(model, state)
+    text = str(error.value)
+    assert all(f'{key}"' in text for key in drop)
+    assert sum(text.count(f'.{fast}"') for fast in "rs") == len(drop)
+    assert ("a.module." in text) == (load is loaded_in_a_parent)
+    renamed = keep(source.state_dict())
+    renamed["stem.rr"] = renamed.pop("stem.r")
+    with pytest.raises(RuntimeError, match=r"stem\.r\""):
+        load(model, renamed)
+
+
+@pytest.mark.parametrize("load, keep", LOADS)
+def test_whole_and_plain_state_dicts_load(load, keep):
+    model, source, other = (
+        el.to_batch_ensemble(plain(), n=3),
+        el.to_batch_ensemble(plain(), n=3),
+        plain(),
+    )
+    fast = {k: v.clone() for k, v in model.state_dict().items() if k.endswith((".r", ".s"))}
+    load(model, keep(other.state_dict()))
+    now = model.state_dict()
+    torch.testing.assert_close({k: now[k] for k in fast}, fast)
+    torch.testing.assert_close(now["twice.weight"], other.twice.weight.detach())
+    load(model, keep(source.state_dict()))
+    torch.testing.assert_close(model.state_dict(), source.state_dict())
+    result = model.load_state_dict({"twice.r": fast["twice.r"]}, strict=False)
+    assert torch.equal(model.module.twice.r, fast["twice.r"])
+    assert {"twice.s", "stem.r", "stem.weight"} <= set(result.missing_keys)
+
+
+@pytest.mark.parametrize("load, keep", LOADS)
+def test_missing_fast_weights_of_a_single_layer(load, keep):
+    model = el.to_batch_ensemble(nn.Linear(3, 2), n=3)
+    state = keep(model.state_dict())
+    load(model, state)
+    del state["s"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "(a\.module\.)?s"'):
+        load(model, state)
+    load(model, keep(nn.Linear(3, 2).state_dict()))
+
+
+def test_a_layer_that_was_plain_when_it_was_saved():
+    source = el.to_batch_ensemble(plain(), n=3, where=lambda m, name: name != "twice")
+    model = el.to_batch_ensemble(plain(), n=3)
+    r = model.module.twice.r.detach().clone()
+    model.load_state_dict(source.state_dict(), strict=True)
+    assert torch.equal(model.module.twice.r, r)
+    torch.testing.assert_close(model.module.twice.weight, source.module.twice.weight)
+
+
 def by_state_dict(model):
     other = el.to_batch_ensemble(plain(), n=model.n)
     other.load_state_dict(model.state_dict(), strict=True)
@@ -350,7 +441,9 @@ def test_frozen_hooks_mode_and_device_stay():
     source.twice.register_forward_hook(lambda *args: calls.append(1))
     model = el.to_batch_ensemble(source, n=2)
     assert not model.training and not any(m.training for m in model.modules())
-    assert not any(p.requires_grad for p in model.module.twice.parameters())
+    twice = model.module.twice
+    assert not twice.weight.requires_grad and not twice.bias.requires_grad
+    assert twice.r.requires_grad and twice.s.requires_grad
     assert all(p.requires_grad for p in model.module.stem.parameters())
     assert all(p.dtype == torch.float64 for p in model.parameters())
     model(images())
@@ -359,6 +452,19 @@ def test_frozen_hooks_mode_and_device_stay():
     with torch.device("meta"):
         meta = Net()
     assert all(p.is_meta for p in el.to_batch_ensemble(meta, n=2).parameters())
+
+
+def test_fast_weights_of_a_frozen_model_are_trained():
+    source = plain().requires_grad_(False).eval()
+    model = el.to_batch_ensemble(source, n=3, norms="member")
+    trained = {k for k, p in model.module.named_parameters() if p.requires_grad}
+    assert trained == {k for k in model.state_dict() if k.endswith((".r", ".s"))}
+    before = copy.deepcopy(model.state_dict())
+    (model(images()) ** 2).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for k, v in model.state_dict().items():
+        assert torch.equal(v, before[k]) == (k not in trained)
+    assert not any(p.requires_grad for p in el.member(model, 0).parameters())
 
 
 def test_tied_weights_stay_tied():
@@ -380,6 +486,105 @@ def test_bias_tied_to_what_stays_plain():
     source[1].bias = source[0].bias
     with pytest.raises(ValueError, match=r"1\.bias is tied"):
         el.to_batch_ensemble(source, n=2)
+
+
+def dense():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+
+
+WHOLE = {
+    "StackedEnsemble": lambda: el.to_stacked(dense(), n=2),
+    "BatchEnsemble": lambda: el.to_batch_ensemble(dense(), n=2),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_whole_ensembles_are_not_converted_again(kind, inside):
+    model = WHOLE[kind]()
+    model = nn.Sequential(nn.Linear(4, 4).double(), model) if inside else model
+    match = rf"without a whole {kind} in it, got one{' as .1.' if inside else '$'}"
+    for n in (2, 3):
+        with pytest.raises(ValueError, match=match):
+            el.to_batch_ensemble(model, n=n)
+    if kind == "StackedEnsemble":
+        with pytest.raises(ValueError, match=match):
+            el.to_subspace(model, n=2)
+
+
+@pytest.mark.parametrize("norms", ["shared", "member"])
+def test_a_subspace_of_batch_ensembles(norms):
+    net = nn.Sequential(*dense(), nn.BatchNorm1d(2).double())
+    model = el.to_subspace(el.to_batch_ensemble(net, n=2, norms=norms), n=3, sigma=0.3)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    assert model(x).shape == (6, 2)
+    for vertex in (0, 2, None):
+        el.set_point(model.eval(), vertex=vertex)
+        y = model(x)
+        torch.testing.assert_close(el.collapse(model)(x), y)
+        torch.testing.assert_close(el.members(model, x), y)
+        for i in range(2):
+            torch.testing.assert_close(el.member(model, i)(x), y[i])
+
+
+def test_a_batch_ensemble_around_a_subspace():
+    net = nn.Sequential(nn.Linear(4, 4).double(), el.to_subspace(dense(), n=3, sigma=0.3))
+    model = el.to_batch_ensemble(net, n=2, init="normal")
+    x = torch.randn(6, 4, dtype=torch.float64)
+    assert model(x).shape == (6, 2)
+    y = model.eval()(x)
+    for i in range(2):
+        torch.testing.assert_close(el.member(model, i)(x), y[i])
+
+
+def test_the_rest_can_be_converted_later():
+    first = el.to_batch_ensemble(dense(), n=2, where=lambda m, name: name == "0").module
+    model = el.to_batch_ensemble(first, n=2, init="normal").eval()
+    assert torch.equal(model.module[0].r, first[0].r)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    torch.testing.assert_close(el.member(model, 1)(x), model(x)[1])
+
+
+NOT_MODULES = [None, [nn.Linear(2, 2)], nn.Linear, torch.zeros(2, 2), lambda x: x]
+
+
+@pytest.mark.parametrize("what", NOT_MODULES, ids=lambda what: type(what).__name__)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: el.to_batch_ensemble(m, n=2),
+        lambda m: el.to_subspace(m, n=2),
+        lambda m: el.to_stacked(m, n=2),
+        lambda m: el.BatchEnsemble(m),
+        lambda m: el.members(m, torch.zeros(2, 2)),
+        lambda m: el.member(m, 0),
+        lambda m: el.collapse(m),
+        lambda m: el.set_point(m, vertex=0),
+        lambda m: el.share_point(m),
+        lambda m: el.param_groups(m, 0.1),
+        lambda m: el.fold_norms(m),
+        lambda m: el.recalibrate(m, []),
+    ],
+)
+def test_what_is_no_module(call, what):
+    with pytest.raises(ValueError, match=f"expected a module, got {type(what).__name__}"):
+        call(what)
+
+
+@pytest.mark.parametrize("call", [el.combine, el.uncertainty])
+@pytest.mark.parametrize(
+    "logits, match",
+    [
+        ([torch.zeros(3, 2)], "got list"),
+        (None, "got NoneType"),
+        (nn.Linear(2, 2), "got Linear"),
+        (torch.zeros(2, 3, dtype=torch.int64), "tensor of torch.int64"),
+        (torch.zeros(3), r"got \[3\]"),
+    ],
+)
+def test_what_is_no_logits(call, logits, match):
+    with pytest.raises(ValueError, match=rf"expected logits \[n, ..., classes\].*{match}"):
+        call(logits)
 
 
 @pytest.mark.parametrize(
