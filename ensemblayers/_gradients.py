@@ -5,12 +5,15 @@ it page by page, zeroed: for 48 MB that takes as long as the matrix product that
 networks are spared, as the C library keeps blocks below 32 MB; n stacked ones are not.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._transforms import has_tangents, is_recorded, transformed
 
+_FIRST = 2**63 - 1
 LARGE = 1 << 20  # Bytes from which on reuse pays.
 _kept = WeakTensorKeyDictionary()
 _users = getattr(torch._C, "_storage_Use_Count", None)
@@ -27,6 +30,7 @@ def gradient_memory(leaf: Tensor) -> Tensor:
     # Taken out while it is looked at: another thread's backward pass finds nothing here.
     storage = _kept.pop(leaf, None)
     if storage is None or storage.nbytes() != size or _users(storage._cdata) > 1:
+        _keep_small_blocks()
         fresh = torch.empty_like(leaf)
         if fresh.stride() != leaf.stride():  # Not dense: there is no layout to keep.
             return fresh
@@ -34,6 +38,16 @@ def gradient_memory(leaf: Tensor) -> Tensor:
     out = torch.empty(0, dtype=leaf.dtype).set_(storage, 0, leaf.shape, leaf.stride())
     _kept[leaf] = storage
     return out
+
+
+@functools.cache
+def _keep_small_blocks() -> None:
+    """Have the C library keep 64 MB of freed memory, where it is glibc.
+
+    It keeps twice the largest block below 32 MB that was freed, and here the gradients, by which
+    it would learn, are not. Nothing is written to this block: it takes no memory.
+    """
+    torch.empty((1 << 25) - (1 << 16), dtype=torch.uint8)
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
@@ -65,24 +79,67 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def unbind(stacked: Tensor) -> tuple[Tensor, ...]:
     """``stacked.unbind(0)``, with the gradients stacked into memory that is kept."""
     large = stacked.numel() * stacked.element_size() >= LARGE and stacked.device.type == "cpu"
-    if large and stacked.is_leaf and writes_gradients(stacked):
-        return _Unbind.apply(stacked)
-    return stacked.unbind(0)
+    if not (large and stacked.is_leaf and writes_gradients(stacked)):
+        return stacked.unbind(0)
+    stack = _Stack(stacked)
+    rows = [_Row.apply(row, stack, i) for i, row in enumerate(_Unbind.apply(stacked, stack))]
+    for row in rows:
+        # The backward pass runs what was recorded last first, and these would come after all
+        # members. Like the gradients of leaves, they are to be stored, and freed, as they come.
+        if hasattr(row.grad_fn, "_set_sequence_nr"):
+            row.grad_fn._set_sequence_nr(_FIRST)
+    return tuple(rows)
+
+
+class _Stack:
+    """The memory of a stacked gradient in the backward pass, from its first row to its last."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf = leaf
+        self.out: Tensor | None = None
+
+    def row(self, i: int) -> Tensor:
+        if self.out is None:
+            self.out = gradient_memory(self.leaf)
+        return self.out[i]
+
+    def take(self) -> Tensor:
+        out, self.out = self.out, None
+        return out
+
+
+class _Row(torch.autograd.Function):
+    """A row whose gradient goes to its place in the stack."""
+
+    @staticmethod
+    def forward(ctx, row, stack, i):
+        ctx.set_materialize_grads(False)
+        ctx.stack, ctx.i = stack, i
+        return row.view_as(row)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None or is_recorded(grad):
+            return grad, None, None
+        return ctx.stack.row(ctx.i).copy_(grad), None, None
 
 
 class _Unbind(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, stacked):
+    def forward(ctx, stacked, stack):
         ctx.set_materialize_grads(False)
-        ctx.stacked = stacked  # Not saved: its shape and layout count, not its values.
+        ctx.stack = stack
         return stacked.unbind(0)
 
     @staticmethod
     def backward(ctx, *grads):
         if is_recorded(*grads):
-            zero = torch.zeros_like(ctx.stacked[0])
-            return torch.stack([zero if g is None else g for g in grads])
-        out = gradient_memory(ctx.stacked)
-        for own, g in zip(out.unbind(0), grads, strict=True):
-            own.zero_() if g is None else own.copy_(g)
-        return out
+            zero = torch.zeros_like(ctx.stack.leaf[0])
+            return torch.stack([zero if g is None else g for g in grads]), None
+        for i, g in enumerate(grads):
+            own = ctx.stack.row(i)
+            if g is None:
+                own.zero_()
+            elif g.data_ptr() != own.data_ptr():
+                own.copy_(g)
+        return ctx.stack.take(), None

@@ -388,13 +388,13 @@ def _check_alike(models: list[nn.Module]) -> None:
                     )
 
 
-_TENSORS = ("_parameters", "_buffers", "_modules", "training")
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"_non_persistent_buffers_set"}
 _CONTAINERS = (list, dict, set)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes beside its tensors, children and hooks."""
-    return {k: v for k, v in vars(module).items() if k not in _TENSORS and "_hooks" not in k}
+    return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
 
 
 def _same_attributes(models: list[nn.Module]) -> bool:
