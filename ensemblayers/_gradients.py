@@ -6,6 +6,7 @@ networks are spared, as the C library keeps blocks below 32 MB; n stacked ones a
 """
 
 import functools
+import threading
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def _keep_small_blocks() -> None:
     It keeps twice the largest block below 32 MB that was freed, and here the gradients, by which
     it would learn, are not. Nothing is written to this block: it takes no memory.
     """
-    torch.empty((1 << 25) - (1 << 16), dtype=torch.uint8)
+    torch.empty((1 << 25) - (1 << 16), dtype=torch.uint8, device="cpu")
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
@@ -91,8 +92,11 @@ def unbind(stacked: Tensor) -> tuple[Tensor, ...]:
     return tuple(rows)
 
 
-class _Stack:
-    """The memory of a stacked gradient in the backward pass, from its first row to its last."""
+class _Stack(threading.local):
+    """The memory of a stacked gradient in the backward pass, from its first row to its last.
+
+    Two threads may go through one graph at once.
+    """
 
     def __init__(self, leaf: Tensor) -> None:
         self.leaf = leaf

@@ -32,12 +32,40 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class PlainKeys(nn.Module):
-    """A wrapper around ``module`` whose state_dict has the keys of ``module``, without a prefix."""
+    """A wrapper around ``module`` whose state_dict has the keys of ``module``, without a prefix.
+
+    Its parameters and buffers keep their names, ``module.weight``: functional_call takes
+    ``dict(model.named_parameters()) | dict(model.named_buffers())``, and what pairs names with the
+    state_dict's keys, as torch.distributed.checkpoint does, takes ``model.module``.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            self._refuse(name)
+            raise
+
+    def __setattr__(self, name, value):
+        if isinstance(value, Tensor):  # As functional_call does with what is no parameter.
+            self._refuse(name)
+        super().__setattr__(name, value)
+
+    def _refuse(self, name):
+        """Raise an AttributeError for a parameter, buffer or child of ``module``."""
+        module = vars(self).get("_modules", {}).get("module")
+        if module is None or name not in {*module._parameters, *module._buffers, *module._modules}:
+            return
+        raise AttributeError(
+            f"expected module.{name}, got {name}: in a {type(self).__name__} the state_dict's keys "
+            "are no names. functional_call takes dict(model.named_parameters()) | "
+            "dict(model.named_buffers()), torch.distributed.checkpoint takes model.module"
+        )
 
     def state_dict(self, *args, **kwargs):
         return self.module.state_dict(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Uniform sampling on the probability simplex, and the point that a network's layers share."""
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,9 +185,13 @@ def check_n(n: int) -> None:
 
 def check_member(i: int, n: int) -> int:
     """Index of member i of n, counted from 0; raises a ValueError where there is none."""
+    try:
+        i = operator.index(i)
+    except TypeError:
+        raise ValueError(f"expected a member or vertex in 0..{n - 1}, got {i!r}") from None
     if i not in range(-n, n):
         raise ValueError(f"expected a member or vertex in 0..{n - 1}, got {i}")
-    return int(i) % n
+    return i % n
 
 
 def points(model: nn.Module) -> list[Point]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,9 +14,10 @@ from torch.func import functional_call, vmap
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils import _pytree as pytree
 
-from ._autocast import mapped_autocast
+from ._autocast import autocast_dtype, mapped_autocast
 from ._batched import batched_layers, run_batched
 from ._gradients import unbind
+from ._input import first_layer
 from ._module import PlainKeys, copy_module, own_parameters
 from .simplex import check_member
 
@@ -34,21 +36,29 @@ class StackedEnsemble(PlainKeys):
         strategy: ``"vmap"`` batches the members by torch.func.vmap, ``"loop"`` calls them one by
             one, ``"auto"`` takes what is fastest. On a CPU that is one batched product a layer for
             networks of linear and elementwise layers (nn.Linear and nn.Sequential of such), else
-            the loop. Elsewhere it is vmap; where vmap can't do the job (recurrent layers,
+            the loop. Elsewhere it is vmap. Where vmap can't do the job (recurrent layers,
             data-dependent control flow, attributes that differ among the members, are plain
-            tensors, or change in the forward pass), the loop.
+            tensors, or change in the forward pass, dtypes that autocast gives a member alone), it
+            is the loop, with ``"vmap"`` after a warning that says why.
 
     Shape:
         - Input: ``[B, ...]`` shared by all members, or ``[n, B, ...]``, one batch a member. Pass
-          ``shared=True`` or ``shared=False`` to say which; without it, an input has one batch a
-          member if its first dimension is n and it has one dimension more than the first layer
-          takes, where that is a convolution (4 for Conv2d) or linear (2, with a warning: a shared
-          batch of n sequences looks the same). Before other layers, it is shared.
+          ``shared=True`` or ``shared=False`` to say which. Without it, the first argument tells by
+          the layer that it reaches first, through layers that keep its shape: it has one batch a
+          member if its first dimension is n and its number of dimensions is one more than
+          convolutions, pools, BatchNorm2d/3d, recurrent layers or attention take; before a
+          flattening and a linear layer, if the size of an example is that of ``[n, B, ...]`` only;
+          before a linear layer, if it has three dimensions (with a warning: a shared batch of n
+          sequences looks the same). All else is shared: a flattening with B = 1, other layers,
+          and code that torch.fx can't trace or that changes the input before its first layer.
         - Output: ``[n, B, ...]``
 
     Raises:
-        ValueError: no models, or models that differ in class, shape, dtype, device, training mode
-            or requires_grad; a first dimension that is not n with ``shared=False``.
+        TypeError: a call without the members' arguments.
+        ValueError: no models, what is no module, lazy ones, or models that differ in class, shape,
+            dtype, device, training mode or requires_grad; in the forward pass, no input, one
+            without dimensions, a first dimension that is not n with ``shared=False``, or
+            parameters on the meta device.
 
     >>> model = StackedEnsemble([nn.Linear(8, 2) for _ in range(5)])
     >>> model(torch.zeros(3, 8)).shape
@@ -61,7 +71,8 @@ class StackedEnsemble(PlainKeys):
         *,
         strategy: Literal["auto", "loop", "vmap"] = "auto",
     ) -> None:
-        if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+        one = isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
+        if one or not isinstance(models, Iterable):
             raise ValueError(f"expected a list of models, got one {type(models).__name__}")
         models = list(models)
         if strategy not in ("auto", "loop", "vmap"):
@@ -79,13 +90,19 @@ class StackedEnsemble(PlainKeys):
         self.strategy = strategy
         # Members that differ in more than their tensors keep a skeleton each, without parameters.
         self._skeletons = [] if _same_attributes(models) else [_skeleton(m) for m in models]
-        self._vmaps = not self._skeletons and not any(
-            isinstance(m, nn.RNNBase) for m in first.modules()
-        )
-        self._vmap_tried: set[bool] = set()  # The training modes in which it worked.
-        self._input_dim = _input_dim(first)
+        self._why_loop = ""  # What vmap can't do here; empty while it may be able to.
+        if recurrent := [m for m in first.modules() if isinstance(m, nn.RNNBase)]:
+            self._why_loop = f"{type(recurrent[0]).__name__}, a recurrent layer"
+        elif self._skeletons:
+            self._why_loop = "attributes that differ among the members or are tensors"
+        self._told = False
+        # The training modes and autocast dtypes in which it worked.
+        self._vmap_tried: set[tuple[bool, torch.dtype | None]] = set()
+        with _fork_rng(dict(first.named_parameters())):
+            self._first_layer = first_layer(_skeleton(first))
 
     def forward(self, *args: Any, shared: bool | None = None, **kwargs: Any) -> Any:
+        self._check_inputs(args, kwargs)
         if shared is None:
             shared = self._is_shared(args, kwargs)
         use_vmap = self._use_vmap()
@@ -94,9 +111,14 @@ class StackedEnsemble(PlainKeys):
             if outputs is not None:
                 return outputs
         in_dims = pytree.tree_map(lambda leaf: self._in_dim(leaf, shared), (args, kwargs))
-        if use_vmap:
-            return self._vmap(in_dims, args, kwargs)
-        return self._loop(in_dims, args, kwargs)
+        outputs = (self._vmap if use_vmap else self._loop)(in_dims, args, kwargs)
+        told = self._told or torch.compiler.is_compiling()
+        if self.strategy == "vmap" and self._why_loop and not told:
+            self._told = True
+            warnings.warn(
+                f"strategy='vmap' runs as a loop over the members: {self._why_loop}", stacklevel=4
+            )
+        return outputs
 
     def reset_parameters(self, members: Iterable[int] | None = None) -> None:
         """Initialise members (default: all) anew, each by its modules' own reset_parameters.
@@ -141,20 +163,37 @@ class StackedEnsemble(PlainKeys):
     def extra_repr(self) -> str:
         return f"n={self.n}, strategy={self.strategy!r}"
 
-    def _is_shared(self, args: Any, kwargs: Any) -> bool:
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not tensors or tensors[0].dim() == 0 or tensors[0].shape[0] != self.n:
-            return True
-        dim = tensors[0].dim()
-        if self._input_dim is None or dim != self._input_dim + 1:
-            return True
-        if self._input_dim == 2:
-            warnings.warn(
-                f"an input {list(tensors[0].shape)} is taken as one batch for each of the "
-                f"n={self.n} members; pass shared=True or shared=False to say which",
-                stacklevel=3,
+    def _check_inputs(self, args: Any, kwargs: Any) -> None:
+        if not args and not kwargs:
+            try:
+                inspect.signature(self.module.forward).bind()
+            except TypeError as error:
+                raise TypeError(f"expected an input [B, ...] or [n, B, ...], {error}") from None
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if inputs and all(x.dim() == 0 for x in inputs):
+            raise ValueError("expected an input [B, ...] or [n, B, ...], got no dimensions, []")
+        own = self._first_tensor()
+        if own is not None and own.is_meta and not all(x.is_meta for x in inputs):
+            raise ValueError(
+                f"expected parameters with values for an input on {inputs[0].device}, got them on "
+                "meta; call .to_empty(device=...), then reset_parameters() or load_state_dict()"
             )
-        return False
+
+    def _is_shared(self, args: Any, kwargs: Any) -> bool:
+        first = self._first_layer
+        if first is None:
+            return True
+        x = args[0] if args else kwargs.get(first.argument)
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != self.n:
+            return True
+        own = first.takes_own_batches(x.shape)
+        if own is None:
+            warnings.warn(
+                f"an input {list(x.shape)} is taken as one batch for each of the "
+                f"n={self.n} members; pass shared=True or shared=False to say which",
+                stacklevel=5,
+            )
+        return own is False
 
     def _in_dim(self, leaf: Any, shared: bool) -> int | None:
         if shared or not isinstance(leaf, Tensor) or leaf.dim() == 0:
@@ -188,11 +227,13 @@ class StackedEnsemble(PlainKeys):
         return super()._apply(flat, recurse)
 
     def _use_vmap(self) -> bool:
-        if self.strategy == "auto":
-            tensors = itertools.chain(self.module.parameters(), self.module.buffers())
-            first = next(tensors, None)
-            return self._vmaps and first is not None and first.device.type != "cpu"
-        return self.strategy == "vmap" and self._vmaps
+        if self._why_loop or self.strategy == "loop":
+            return False
+        first = self._first_tensor()
+        return self.strategy == "vmap" or (first is not None and first.device.type != "cpu")
+
+    def _first_tensor(self) -> Tensor | None:
+        return next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
 
     def _batched(self, args: Any, kwargs: Any, shared: bool) -> Tensor | None:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
@@ -206,17 +247,13 @@ class StackedEnsemble(PlainKeys):
         # One unbind, not n selects: the backward pass of a select fills all n members with zeros.
         unbound = {p: unbind(p) for p in parameters.values()}
         rows = {name: unbound[p] for name, p in parameters.items()}
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        dims = pytree.tree_leaves(in_dims, is_leaf=lambda x: x is None)
         attributes = [] if self._skeletons else _snapshot(self.module)
         outputs = []
         for i in range(self.n):
             own = {name: row[i] for name, row in rows.items()}
             before = {name: b[i] for name, b in buffers.items()}
             own.update(before)
-            a, k = pytree.tree_unflatten(
-                [leaf if d is None else leaf[i] for leaf, d in zip(flat, dims, strict=True)], spec
-            )
+            a, k = _of_member(i, in_dims, args, kwargs)
             outputs.append(functional_call(self._caller(i), own, a, k, tie_weights=False))
             for name, old in before.items():
                 if own[name] is not old:  # The module assigned a new tensor to its buffer.
@@ -233,15 +270,16 @@ class StackedEnsemble(PlainKeys):
         for module, old, new in zip(self._skeletons[i].modules(), before, after, strict=True):
             changed = {k: v for k, v in new.items() if k not in old or _differ(old[k], v)}
             vars(module).update(changed)
-        self._vmaps = False
+        self._why_loop = self._why_loop or "an attribute was assigned"
 
     def _vmap(self, in_dims: Any, args: Any, kwargs: Any) -> Any:
         parameters, buffers = self._tensors()
         saved = {name: b.clone() for name, b in buffers.items()}
         attributes = _snapshot(self.module)
 
-        tensors = itertools.chain(parameters.values(), buffers.values())
-        device = next((t.device.type for t in tensors), "cpu")
+        first = self._first_tensor()
+        device = "cpu" if first is None else first.device.type
+        autocast = autocast_dtype(device)
 
         def call(parameters: dict, buffers: dict, args: Any, kwargs: Any) -> Any:
             own = {**parameters, **buffers}
@@ -265,19 +303,31 @@ class StackedEnsemble(PlainKeys):
                 raise RuntimeError("an attribute was assigned")
             return out
 
+        def try_out() -> None:
+            out = attempt()
+            if autocast is None:
+                return
+            own = {name: t[0] for name, t in (*parameters.items(), *buffers.items())}
+            a, k = _of_member(0, in_dims, args, kwargs)
+            alone = functional_call(self.module, own, a, k, tie_weights=False)
+            if (mapped := _dtypes(out)) != (expected := _dtypes(alone)):
+                raise RuntimeError(f"autocast gives {mapped} where a member has {expected}")
+
         try:
-            if self.training not in self._vmap_tried and not torch.compiler.is_compiling():
+            mode = self.training, autocast
+            if mode not in self._vmap_tried and not torch.compiler.is_compiling():
                 # A failed attempt must leave no trace in the graph or the generators: activation
                 # checkpointing would not find it again.
                 with torch.no_grad(), _fork_rng(parameters, buffers):
-                    attempt()
+                    try_out()
                 restore()
-                self._vmap_tried.add(self.training)
+                self._vmap_tried.add(mode)
             return attempt()
-        except (RuntimeError, TypeError, ValueError):
+        except (RuntimeError, TypeError, ValueError) as error:
             restore()
+            reason = str(error)
         out = self._loop(in_dims, args, kwargs)
-        self._vmaps = False
+        self._why_loop = reason
         return out
 
     def _caller(self, i: int) -> nn.Module:
@@ -316,6 +366,18 @@ class StackedEnsemble(PlainKeys):
                 state_dict[prefix + name] = plain.expand(self.n, *plain.shape).clone()
 
 
+def _of_member(i: int, in_dims: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A member's arguments: its own batch of what has one batch a member."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    dims = pytree.tree_leaves(in_dims, is_leaf=lambda x: x is None)
+    own = [leaf if d is None else leaf[i] for leaf, d in zip(flat, dims, strict=True)]
+    return pytree.tree_unflatten(own, spec)
+
+
+def _dtypes(outputs: Any) -> list[torch.dtype]:
+    return [t.dtype for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
+
+
 def stack_outputs(outputs: list[Any]) -> Any:
     """Stack the members' outputs, tensor by tensor; what is no tensor has to be equal in all."""
     return pytree.tree_map(lambda *leaves: _stack(leaves), *outputs)
@@ -337,16 +399,6 @@ def _stack(leaves: tuple) -> Any:
 def _fork_rng(*tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager:
     devices = {t.device for d in tensors for t in d.values() if t.device.type == "cuda"}
     return torch.random.fork_rng(list(devices))
-
-
-def _input_dim(model: nn.Module) -> int | None:
-    """Dimensions of a batched input, where the first layer is a convolution or linear."""
-    conv = nn.modules.conv._ConvNd
-    layers = (conv, nn.Linear, nn.Embedding, nn.RNNBase, nn.MultiheadAttention)
-    first = next((m for m in model.modules() if isinstance(m, layers)), None)
-    if isinstance(first, conv):
-        return len(first.kernel_size) + 2
-    return 2 if isinstance(first, nn.Linear) else None
 
 
 def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -373,9 +425,13 @@ def _check_alike(models: list[nn.Module]) -> None:
     for i, model in enumerate(models):
         if not isinstance(model, nn.Module):
             raise ValueError(f"expected modules to stack, got {type(model).__name__} at {i}")
-        lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+        lazy = [name for name, t in tensors if nn.parameter.is_lazy(t)]
         if lazy:
-            raise ValueError(f"expected parameters with shapes, got lazy {lazy[0]}; run it once")
+            raise ValueError(
+                f"expected tensors with shapes, got a lazy {lazy[0]} in model {i}; "
+                "call each model once before"
+            )
     reference = _describe(models[0])
     for i, model in enumerate(models[1:], 1):
         for what, other in _describe(model).items():

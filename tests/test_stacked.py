@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,10 @@ from torchvision.models import VisionTransformer
 
 import ensemblayers as el
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore:strategy='vmap' runs as a loop"),
+]
 STRATEGIES = ["auto", "loop", "vmap"]
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
@@ -417,11 +421,56 @@ def grouped_conv(name, k):
     return lambda bias: getattr(nn, f"{name}{k}d")(4, 4, 2, groups=2, bias=bias), (5, 4, *(3,) * k)
 
 
+class Losses(nn.Linear):
+    """What autocast has in float32 off the layers of torch.nn."""
+
+    def forward(self, x):
+        return nn.functional.cross_entropy(super().forward(x), torch.zeros(len(x)).long())
+
+
+class Written(nn.Linear):
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return nn.functional.scaled_dot_product_attention(y, y, x)
+
+
+def after(first, *layers):
+    """Layers behind one whose output is of autocast's dtype."""
+    make = {"linear": lambda: nn.Linear(4, 4), "conv": lambda: nn.Conv2d(4, 4, 2)}[first]
+    shape = (5, 4) if first == "linear" else (5, 4, 3, 3)
+    return lambda bias: nn.Sequential(make(), *(layer() for layer in layers)), shape
+
+
 AUTOCAST = {
     "linear": (lambda bias: nn.Linear(4, 3, bias=bias), (5, 4)),
     "linear by keyword": (lambda bias: ByKeyword(4, 3, bias=bias), (5, 2, 4)),
     "attention": (lambda bias: SelfAttention(4, 2, bias=bias, batch_first=True), (5, 3, 4)),
+    "scaled attention": (lambda bias: Scaled(4, 4, bias=bias), (5, 2, 3, 4)),
+    "encoder": (
+        lambda bias: nn.TransformerEncoderLayer(4, 2, 8, 0.0, bias=bias, batch_first=True),
+        (5, 3, 4),
+    ),
     "layer norm": (lambda bias: nn.LayerNorm(4), (5, 4)),
+    "batch norm": (lambda bias: nn.BatchNorm1d(4), (5, 4)),
+    "linear, layer norm": after("linear", lambda: nn.LayerNorm(4)),
+    "linear, layer norm, linear": after("linear", lambda: nn.LayerNorm(4), lambda: nn.Linear(4, 4)),
+    "linear, RMS norm": after("linear", lambda: nn.RMSNorm(4)),
+    "linear, batch norm": after("linear", lambda: nn.BatchNorm1d(4)),
+    "conv, batch norm": after("conv", lambda: nn.BatchNorm2d(4), nn.ReLU),
+    "conv, group norm": after("conv", lambda: nn.GroupNorm(2, 4)),
+    "conv, instance norm": after("conv", lambda: nn.InstanceNorm2d(4, affine=True)),
+    "conv, pools": after("conv", lambda: nn.MaxPool2d(2, 1), lambda: nn.AdaptiveAvgPool2d(1)),
+    "softmax": after("linear", lambda: nn.Softmax(-1)),
+    "log-softmax": after("linear", lambda: nn.LogSoftmax(-1)),
+    "GELU": after("linear", nn.GELU),
+    "Softplus": after("linear", nn.Softplus),
+    "PReLU": after("linear", nn.PReLU),
+    "embedding": (lambda bias: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3, bias)), None),
     **{
         f"{name}{k}d": grouped_conv(name, k)
         for k in (1, 2, 3)
@@ -431,18 +480,35 @@ AUTOCAST = {
 
 
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layer", AUTOCAST)
-def test_autocast_in_vmap_is_the_layers(layer, bias):
+def test_autocast_in_vmap_is_the_layers(layer, dtype, bias):
     make, shape = AUTOCAST[layer]
-    nets, x = [make(bias) for _ in range(2)], torch.randn(shape)
+    nets = [make(bias) for _ in range(2)]
+    x = torch.randint(9, (5,)) if shape is None else torch.randn(shape, dtype=dtype)
     ensemble = el.StackedEnsemble(nets, strategy="vmap")
     with torch.autocast("cpu", torch.bfloat16):
         y, z = ensemble(x, shared=True), torch.stack([net(x) for net in nets])
-    assert ensemble._vmaps and y.dtype == z.dtype
+    assert not ensemble._why_loop and y.dtype == z.dtype
     # Mapped, the product is rounded before a bias is added.
-    torch.testing.assert_close(y, z, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(y, z, rtol=2e-2, atol=4e-2)
     y.float().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in ensemble.parameters())
+    for name, b in ensemble.module.named_buffers():
+        own = torch.stack([net.get_buffer(name) for net in nets])
+        torch.testing.assert_close(b, own, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", [Losses, Written])
+def test_autocast_that_vmap_does_otherwise_is_a_loop(kind):
+    nets, x = [kind(4, 4) for _ in range(2)], torch.randn(5, 4)
+    ensemble = el.StackedEnsemble(nets, strategy="vmap")
+    ensemble(x)
+    assert not ensemble._why_loop
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(UserWarning, match="runs as a loop.*autocast gives.*where a member has"):
+            y = ensemble(x)
+        assert torch.equal(y, torch.stack([net(x) for net in nets]))
 
 
 @each_strategy
@@ -456,6 +522,27 @@ def test_vmap_is_what_runs(strategy, monkeypatch):
     )
     ensemble(images(4))
     assert len(calls) == (strategy != "vmap")
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("LSTM", "LSTM, a recurrent layer"),
+        ("branch", "data-dependent control flow"),
+        ("plain tensor", "attributes that differ"),
+        ("assigned buffer", "buffer was assigned"),
+        ("counter", "attribute was assigned"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_vmap_that_is_a_loop_says_why_once(name, reason):
+    ensemble, x = el.StackedEnsemble(make(name), strategy="vmap"), vectors(4)
+    with pytest.warns(UserWarning, match=f"(?s)strategy='vmap' runs as a loop.*{reason}") as seen:
+        ensemble(x)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    ensemble(x)
+    for strategy in ("auto", "loop"):
+        el.StackedEnsemble(make(name), strategy=strategy)(x)
 
 
 @pytest.mark.parametrize("strategy", ["loop", "vmap"])
@@ -528,7 +615,10 @@ UNLIKE = {
     "dtype.*float64.*float32": lambda: [dense(), dense().float()],
     "device.*cpu.*meta": lambda: [dense(), dense().to("meta")],
     "ties|head.weight": lambda: [Tied(), untied()],
-    "lazy weight": lambda: [nn.LazyLinear(2)],
+    "lazy weight in model 0": lambda: [nn.LazyLinear(2)],
+    "lazy running_mean in model 0": lambda: [nn.LazyBatchNorm1d(affine=False)],
+    "got one int": lambda: 3,
+    "got type at 0": lambda: [nn.Linear],
 }
 
 
@@ -548,6 +638,13 @@ def test_models_unlike(match):
             r"n=3.*\[4, 2, 4\]",
         ),
         (lambda: el.member(el.StackedEnsemble(make("dense")), 3), "got 3"),
+        (lambda: el.member(el.StackedEnsemble(make("dense")), 1.0), r"0\.\.2, got 1\.0"),
+        (lambda: el.member(el.StackedEnsemble(make("dense")), "1"), r"0\.\.2, got '1'"),
+        (lambda: el.StackedEnsemble(make("dense"))(torch.tensor(1.0)), r"\[n, B, ...\], got.*\[\]"),
+        (
+            lambda: el.StackedEnsemble([dense().to("meta")] * 2)(vectors(2)),
+            "on cpu, got them on meta.*to_empty",
+        ),
         (lambda: el.to_stacked(Tensor3(), n=2, reset=True), "Tensor3"),
         (lambda: el.StackedEnsemble([Opaque(), Opaque()])(vectors(2)), "Normal"),
         (lambda: el.StackedEnsemble([Floats(), Floats()])(vectors(2)), "float values that differ"),
@@ -556,6 +653,12 @@ def test_models_unlike(match):
 def test_errors(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+@each_strategy
+def test_a_call_without_arguments(strategy):
+    with pytest.raises(TypeError, match=r"\[n, B, ...\], missing a required argument: 'input'"):
+        el.StackedEnsemble(make("dense"), strategy=strategy)()
 
 
 class Tensor3(nn.Module):
@@ -945,21 +1048,150 @@ def test_memory_formats_are_those_of_each_members():
     torch.testing.assert_close(ensemble(x), torch.stack([m(x) for m in models]))
 
 
-@pytest.mark.parametrize(
-    ("build", "shape"),
-    [
-        (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), (2, 5, 4)),
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (2, 1, 3, 4)),
-        (lambda: VisionTransformer(8, 4, 1, 2, 8, 16, num_classes=3), (2, 3, 8, 8)),
-        (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), None),
-    ],
-    ids=["encoder", "flatten", "vit", "embedding"],
-)
-def test_a_batch_of_n_examples_is_a_batch_of_examples(build, shape):
-    models = [build().eval() for _ in range(2)]
-    x = torch.randint(9, (2, 5)) if shape is None else torch.randn(shape)
+class Residual(nn.Module):
+    """Code of its own around layers that take the input as it comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.skip = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x, scale=1.0, mask=None):
+        y = torch.relu(self.conv(x)) + self.skip(x)
+        return (y if mask is None else y * mask).mean((2, 3)) * scale
+
+
+class OfRows(nn.Module):
+    """Code before the first layer."""
+
+    def __init__(self, code, features=12):
+        super().__init__()
+        self.layer, self.code = nn.Linear(features, 3), code
+
+    def forward(self, rows):
+        return self.layer(self.code(rows))
+
+
+class Frames(nn.Module):
+    """A convolution for each frame of a video, whatever its batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return self.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def flatten(x):
+    return x.flatten(1)
+
+
+def flatten_by_keyword(x):
+    return torch.flatten(torch.relu(x), start_dim=1)
+
+
+def view(x):
+    return x.view(len(x), -1)
+
+
+def mean(x):
+    return x.mean(1)
+
+
+def branch_on_dims(x):
+    return x.flatten(1) if x.dim() > 2 else x
+
+
+def conv2d():
+    return nn.Conv2d(3, 4, 3)
+
+
+# The members, and the shape of an example, where the number of dimensions tells what an input is.
+TOLD = {
+    "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), (2, 3)),
+    "flatten vectors": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), (6,)),
+    "flatten images": (
+        lambda: nn.Sequential(nn.Dropout(0.0), nn.Flatten(), nn.ReLU(), nn.Linear(27, 3)),
+        (3, 3, 3),
+    ),
+    "flatten in code": (lambda: OfRows(flatten), (3, 4)),
+    "flatten by keyword": (lambda: OfRows(flatten_by_keyword), (3, 2, 2)),
+    "identity": (lambda: nn.Sequential(nn.Identity(), conv2d()), (3, 4, 4)),
+    "dropout": (lambda: nn.Sequential(nn.Dropout(0.0), conv2d()), (3, 4, 4)),
+    "activation": (lambda: nn.Sequential(nn.Sequential(nn.LeakyReLU()), conv2d()), (3, 4, 4)),
+    "norm": (lambda: nn.Sequential(nn.GroupNorm(1, 3), conv2d()), (3, 4, 4)),
+    "batch norm": (lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Flatten()), (3, 4, 4)),
+    "padding": (lambda: nn.Sequential(nn.ReflectionPad2d(1), conv2d()), (3, 4, 4)),
+    "pool": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)), (3, 4, 4)),
+    "pool 1d": (lambda: nn.Sequential(nn.AvgPool1d(2), nn.Conv1d(3, 2, 1)), (3, 4)),
+    "pool 3d": (lambda: nn.AdaptiveAvgPool3d(1), (3, 2, 2, 2)),
+    "code": (Residual, (3, 4, 4)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), (5, 4)),
+    "parametrized": (lambda: parametrizations.weight_norm(conv2d()), (3, 4, 4)),
+    "vit": (lambda: VisionTransformer(8, 4, 1, 2, 8, 16, num_classes=3), (3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.filterwarnings("error")
+def test_the_first_layer_tells_what_is_shared(name, batch):
+    build, shape = TOLD[name]
+    models = [build().eval() for _ in range(3)]
+    ensemble = el.StackedEnsemble(models)
+    x = torch.randn(batch, *shape)
+    torch.testing.assert_close(ensemble(x), torch.stack([m(x) for m in models]))
+    x = torch.randn(3, batch, *shape)
+    own = torch.stack([m(b) for m, b in zip(models, x, strict=True)])
+    torch.testing.assert_close(ensemble(x, shared=False), own)
+    if batch > 1 or "flatten" not in name:
+        torch.testing.assert_close(ensemble(x), own)
+    if batch == 1 and name == "flatten":  # It could be a batch of three.
+        torch.testing.assert_close(ensemble(x), torch.stack([m(x) for m in models]))
+
+
+# Where nothing tells, an input is shared.
+NOT_TOLD = {
+    "view": (lambda: OfRows(view), (3, 4)),
+    "mean": (lambda: OfRows(mean, 3), (2, 3)),
+    "branch": (lambda: OfRows(branch_on_dims), (3, 4)),
+    "frames": (Frames, (2, 3, 4, 4)),
+    "partly flattened": (lambda: nn.Sequential(nn.Flatten(2), nn.Linear(4, 3)), (3, 2, 2)),
+    "elementwise": (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), (2, 3)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), None),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TOLD)
+@pytest.mark.filterwarnings("error")
+def test_an_input_is_shared_where_nothing_tells(name):
+    build, shape = NOT_TOLD[name]
+    models = [build() for _ in range(3)]
+    x = torch.randint(9, (3, 5)) if shape is None else torch.randn(3, *shape)
     ensemble = el.StackedEnsemble(models)
     torch.testing.assert_close(ensemble(x), torch.stack([m(x) for m in models]))
+    x = x[:, None].expand(3, 2, *x.shape[1:])
+    own = torch.stack([m(b) for m, b in zip(models, x, strict=True)])
+    torch.testing.assert_close(ensemble(x, shared=False), own)
+
+
+def test_the_argument_may_be_named():
+    models = [OfRows(flatten) for _ in range(3)]
+    ensemble, x = el.StackedEnsemble(models), torch.randn(3, 2, 3, 4)
+    assert torch.equal(ensemble(rows=x), ensemble(x))
+
+
+def test_construction_runs_no_hook_and_draws_nothing():
+    net, calls = nn.Sequential(Noisy(), nn.Sequential(Counter())), []
+    for m in net.modules():
+        m.register_forward_hook(lambda *args: calls.append(args))
+        m.register_forward_pre_hook(lambda *args: calls.append(args))
+    before, state = torch.get_rng_state(), copy.deepcopy(net.state_dict())
+    ensemble = el.StackedEnsemble([net])
+    assert not calls and torch.equal(torch.get_rng_state(), before)
+    assert net[1][0].steps == ensemble.module[1][0].steps == 0
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, state[name])
 
 
 @pytest.mark.parametrize("wrap", [el.to_stacked, el.to_batch_ensemble])
@@ -972,3 +1204,30 @@ def test_versions_in_a_state_dict_reach_the_modules(wrap):
     assert seen == [{"version": 2}]
     with pytest.raises(RuntimeError, match=r'"0\.weight"'):
         ensemble.load_state_dict({})
+
+
+WRAPPED = {
+    "sequential": lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)),
+    "linear": lambda: nn.Linear(4, 3),
+}
+
+
+@pytest.mark.parametrize("wrap", [el.to_stacked, el.to_batch_ensemble])
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_functional_call_takes_names_and_refuses_keys(wrap, kind):
+    one, other = (wrap(WRAPPED[kind](), n=2).eval() for _ in range(2))
+    x, state = torch.randn(6, 4), other.state_dict()
+    tensors = dict(other.named_parameters()) | dict(other.named_buffers())
+    assert torch.equal(torch.func.functional_call(one, tensors, x), other(x))
+    assert not torch.equal(one(x), other(x))
+    with pytest.raises(AttributeError) as error:
+        torch.func.functional_call(one, state, x)
+    cause = error.value.__cause__ or error.value
+    first = next(iter(state)).partition(".")[0]
+    assert f"expected module.{first}, got {first}" in str(cause)
+    assert "dict(model.named_parameters()) | dict(model.named_buffers())" in str(cause)
+    # torch.distributed.checkpoint pairs names with keys, which in the module are the same.
+    assert list(get_model_state_dict(one.module)) == list(state)
+    set_model_state_dict(one.module, get_model_state_dict(other.module))
+    assert torch.equal(one(x), other(x))
+    assert not hasattr(one, "nothing") and not hasattr(one, first)
