@@ -26,11 +26,11 @@ _SPATIAL[2] += (nn.BatchNorm2d,)
 _SPATIAL[3] += (nn.BatchNorm3d,)
 
 # What takes batches of sequences of vectors.
-_RECURRENT = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
-_RECURRENT += (nn.TransformerEncoder, nn.TransformerEncoderLayer)
-_RECURRENT += (nn.TransformerDecoder, nn.TransformerDecoderLayer)
+_SEQUENCES = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
+_SEQUENCES += (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+_SEQUENCES += (nn.TransformerDecoder, nn.TransformerDecoderLayer)
 
-_DIMS = {**{classes: k + 2 for k, classes in _SPATIAL.items()}, _RECURRENT: 3}
+_DIMS = {**{classes: k + 2 for k, classes in _SPATIAL.items()}, _SEQUENCES: 3}
 _DECISIVE = (nn.Linear, *(c for classes in _DIMS for c in classes))
 
 

@@ -50,7 +50,8 @@ class StackedEnsemble(PlainKeys):
           flattening and a linear layer, if the size of an example is that of ``[n, B, ...]`` only;
           before a linear layer, if it has three dimensions (with a warning: a shared batch of n
           sequences looks the same). All else is shared: a flattening with B = 1, other layers,
-          and code that torch.fx can't trace or that changes the input before its first layer.
+          and code that changes the input before its first layer, or that torch.fx can't trace (it
+          is tried once, at construction, on a copy without tensors).
         - Output: ``[n, B, ...]``
 
     Raises:
