@@ -103,14 +103,13 @@ class StackedEnsemble(PlainKeys):
             self._first_layer = first_layer(_skeleton(first))
 
     def forward(self, *args: Any, shared: bool | None = None, **kwargs: Any) -> Any:
-        self._check_inputs(args, kwargs)
         if shared is None:
             shared = self._is_shared(args, kwargs)
+        outputs = self._batched(args, kwargs, shared)
+        if outputs is not None:
+            return outputs
+        self._check_inputs(args, kwargs)
         use_vmap = self._use_vmap()
-        if self.strategy == "auto" and not use_vmap and not self._skeletons:
-            outputs = self._batched(args, kwargs, shared)
-            if outputs is not None:
-                return outputs
         in_dims = pytree.tree_map(lambda leaf: self._in_dim(leaf, shared), (args, kwargs))
         outputs = (self._vmap if use_vmap else self._loop)(in_dims, args, kwargs)
         told = self._told or torch.compiler.is_compiling()
@@ -237,7 +236,9 @@ class StackedEnsemble(PlainKeys):
         return next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
 
     def _batched(self, args: Any, kwargs: Any, shared: bool) -> Tensor | None:
-        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        if self.strategy != "auto" or self._skeletons or len(args) != 1 or kwargs:
+            return None
+        if not isinstance(args[0], Tensor) or args[0].device.type != "cpu":
             return None
         self._in_dim(args[0], shared)
         layers = batched_layers(self.module, args[0])
