@@ -251,6 +251,16 @@ Tensor empty(const Tensor& like, int64_t rows, int64_t columns) {
   return torch::stable::new_empty(like, {rows, columns});
 }
 
+// A call of torch's that changes nothing costs as much as a small product.
+Tensor dense(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
+// Rows [first, first + count).
+Tensor part(Tensor& t, int64_t first, int64_t count) {
+  return count == t.size(0) ? t : torch::stable::narrow(t, 0, first, count);
+}
+
 // out = a b.
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   using torch::stable::detail::from;
@@ -262,10 +272,10 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
 
 std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor r, Tensor s,
                                    std::optional<Tensor> bias) {
-  const Tensor xs = torch::stable::contiguous(x), rs = torch::stable::contiguous(r);
-  const Tensor ss = torch::stable::contiguous(s);
+  const Tensor xs = dense(x), rs = dense(r);
+  const Tensor ss = dense(s);
   std::optional<Tensor> bs;
-  if (bias) bs = torch::stable::contiguous(*bias);
+  if (bias) bs = dense(*bias);
   const int64_t rows = xs.size(0), in = xs.size(1), n = rs.size(0), out = weight.size(0);
   // So many rows at a time that what is scaled stays in the cache.
   const int64_t most = kRowsAtOnce * std::max<int64_t>(1, torch::stable::get_num_threads());
@@ -277,8 +287,7 @@ std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor r, Tensor s,
       const int64_t last = std::min(rows, first + most), count = last - first;
       scale_rows<V>(data<V>(xs) + first * in, data<V>(rs), nullptr, mutable_data<V>(scaled), first,
                     last, rows / n, in);
-      multiply(torch::stable::narrow(y, 0, first, count),
-               torch::stable::narrow(scaled, 0, 0, count), transposed);
+      multiply(part(y, first, count), part(scaled, 0, count), transposed);
       scale_rows<V>(data<V>(y) + first * out, data<V>(ss), bs ? data<V>(*bs) : nullptr,
                     mutable_data<V>(shifted) + first * out, first, last, rows / n, out);
     }
@@ -289,8 +298,8 @@ std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor r, Tensor s,
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad, Tensor x, Tensor weight, Tensor r,
                                                     Tensor s, Tensor y,
                                                     std::optional<Tensor> d_weight, bool of_x) {
-  const Tensor g = torch::stable::contiguous(grad), xs = torch::stable::contiguous(x);
-  const Tensor rs = torch::stable::contiguous(r), ss = torch::stable::contiguous(s);
+  const Tensor g = dense(grad), xs = dense(x);
+  const Tensor rs = dense(r), ss = dense(s);
   const int64_t rows = xs.size(0), in = xs.size(1), n = rs.size(0), out = weight.size(0);
   const Tensor d_y = empty(g, rows, out), d_s = empty(g, n, out), d_bias = empty(g, n, out);
   const Tensor d_r = empty(g, d_weight ? n : 0, in);

@@ -442,6 +442,8 @@ def batch_ensemble_size(model: nn.Module) -> int:
 
 def first_tensor(args: Any, kwargs: Any) -> Tensor:
     """The first tensor among the arguments, which has the batch in its first dimension."""
+    if args and isinstance(args[0], Tensor) and args[0].dim():
+        return args[0]
     kwargs = {name: value for name, value in kwargs.items() if not _is_shared(name, value)}
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim():

@@ -107,7 +107,7 @@ def linear(
         members: the members ``[groups]`` of the groups into which the rows divide; None: each
             member has one, in their order.
     """
-    if takes(x, weight, r, s, bias, members):
+    if not x.is_cpu and takes(x, weight, r, s, bias, members):
         return fused_linear(x, weight, r, s, bias, members)
     r, s, bias = of_groups(members, r, s, bias)
     if _in_cpp(x, weight, r, s, bias):
@@ -147,11 +147,12 @@ def folded_linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor 
 def _in_cpp(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None) -> bool:
     dtype = x.dtype
     return (
-        x.device.type == weight.device.type == "cpu"
+        x.is_cpu
+        and weight.is_cpu
         and (dtype == torch.float32 or dtype == torch.float64)
         and dtype == weight.dtype == r.dtype == s.dtype
         and (bias is None or bias.dtype == dtype)
-        and x.shape[0] >= LEAST_ROWS * len(r)
+        and x.shape[0] >= LEAST_ROWS * r.shape[0]
         and weight.is_contiguous()
         and writes_gradients(x, weight, r, s, bias)
         and not torch.is_autocast_enabled("cpu")
