@@ -23,7 +23,8 @@ def relative_flops(
 ) -> dict[str, float]:
     """FLOPs of a prediction and of a training step (both on a batch of 10), single network = 1.
 
-    Counted by torch: matrix products and convolutions, the mix of weights among them.
+    Counted by torch, matrix products and convolutions, and the optimizer's update. The step is one
+    of a later task, with the examples that a method replays; a second phase is not counted.
 
     Args:
         make: makes a network of the method.
@@ -39,11 +40,16 @@ def relative_flops(
 def _flops(
     method: str, make: Callable[[], nn.Module], settings: Settings, n: int, shape: tuple[int, ...]
 ) -> tuple[int, int]:
-    trained = METHODS[method](make, settings, n, Memory(torch.Generator()))
+    memory = Memory(torch.Generator())
+    trained = METHODS[method](make, settings, n, memory)
     rows = BATCH // n * n if method == "batch-ensemble" else BATCH
     x, y = torch.zeros(BATCH, *shape), torch.zeros(BATCH, dtype=torch.long)
+    # As many examples as a step replays, in either kind of buffer.
+    past = torch.zeros(settings.replay, *shape), torch.zeros(settings.replay, dtype=torch.long)
     trained.start(0)
-    step = (_count(lambda: trained.step(x, y)) + trained.fused_flops) * BATCH // max(rows, 1)
+    trained.step(*past)
+    memory.store(*past)
+    step = (_count(lambda: trained.step(x, y)) + trained.update_flops) * BATCH // max(rows, 1)
     predict = trained.predictor()
     with torch.no_grad():
         return _count(lambda: predict(x)), step

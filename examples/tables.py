@@ -20,8 +20,10 @@ LEGEND = (
     "no result yet). Accuracy: of all tasks after the last one, in percent; learning: of each task "
     "right after it was learned; forgetting: a fraction. Δ: ours less the paper's, * where they "
     "do not match; they match where z = |Δ| / sqrt(s² / seeds + s_paper² / 5) is at most 2, or, "
-    "for forgetting, where the printed hundredths differ by at most one. FLOPs: of a prediction "
-    "and of a training step, single network = 1, as counted and as printed in the paper."
+    "for forgetting, where the printed hundredths differ by at most one. There is no z, and no "
+    "verdict, with fewer than five seeds. FLOPs: of a prediction and of a training step, replayed "
+    "examples included, a second phase not, single network = 1, as counted and as printed in the "
+    "paper."
 )
 _COMPARED = ("paper", "Δ", "z")
 _HEADER = (
@@ -56,16 +58,20 @@ class Cell:
 
     @property
     def z(self) -> float | None:
-        """The difference in standard errors; None where a standard deviation is missing."""
-        if self.difference is None or self.std is None or self.paper.std is None:
+        """The difference in standard errors; None with fewer seeds than the paper's."""
+        if self.difference is None or not self._enough or self.paper.std is None:
             return None
         error = math.sqrt(self.std**2 / len(self.values) + self.paper.std**2 / PAPER_SEEDS)
         return abs(self.difference) / error if error else None
 
     @property
+    def _enough(self) -> bool:
+        return len(self.values) >= PAPER_SEEDS
+
+    @property
     def matches(self) -> bool | None:
         """Whether ours is the paper's but for chance and rounding; None where that is unknown."""
-        if self.metric == "forgetting" and self.difference is not None:
+        if self.metric == "forgetting" and self.difference is not None and self._enough:
             hundredths = round(100 * self.mean) - round(100 * self.paper.mean)
             if abs(hundredths) <= 1:
                 return True

@@ -20,8 +20,8 @@ class EnsembleMCSGD(Method):
         return nn.ModuleList(member.model for member in self.members)
 
     @property
-    def fused_flops(self) -> int:
-        return sum(member.fused_flops for member in self.members)
+    def update_flops(self) -> int:
+        return sum(member.update_flops for member in self.members)
 
     def start(self, task: int) -> None:
         for member in self.members:
@@ -42,8 +42,8 @@ class EnsembleMCSGD(Method):
 
 class Bagging(EnsembleMCSGD):
     @property
-    def fused_flops(self) -> int:
-        return self.members[0].fused_flops
+    def update_flops(self) -> int:
+        return self.members[0].update_flops
 
     def step(self, x: Tensor, y: Tensor) -> None:
         self.members[torch.randint(self.n, ()).item()].step(x, y)

@@ -15,7 +15,7 @@ from ..memory import Memory
 from ..settings import Settings
 from .method import Criterion, Method
 
-DECAY = 0.9  # of the running Fisher information
+RATE = 0.9  # of the running Fisher information: the weight of the new, as in that code
 
 
 class EWC(Method):
@@ -56,7 +56,7 @@ class EWC(Method):
         if self.steps % steps:
             return
         for f, s in zip(self.fisher, self.squares, strict=True):
-            f.lerp_(s / steps, 1 - DECAY)
+            f.lerp_(s / steps, RATE)
             s.zero_()
 
     @torch.no_grad()

@@ -27,7 +27,6 @@ class Method:
         criterion: mean loss of scores ``[B, classes]`` for labels ``[B]``.
     """
 
-    fused_flops = 0  # of a training step, where torch's counter does not see them
     ensemble = True  # False: a single network, whatever n
     joint = False  # True: trains on all tasks at once
 
@@ -45,6 +44,11 @@ class Method:
         self.criterion = criterion
         self.model = self.build(make)
         self.graphed: GraphedBackward | None = None
+
+    @property
+    def update_flops(self) -> int:
+        """FLOPs of the optimizer in a step, which torch's counter does not see: SGD's."""
+        return 2 * sum(p.numel() for p in self.model.parameters())
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Make the model that is trained."""

@@ -36,8 +36,8 @@ class SubspaceMethod(Method):
         )
 
     @property
-    def fused_flops(self) -> int:
-        """FLOPs of the optimizer's pass: the mix, and the shares of the gradient."""
+    def update_flops(self) -> int:
+        """Of the mix, and of the vertices' updates by their shares of the gradient."""
         return 4 * self.n * sum(p.numel() for p in self.model.parameters())
 
     def start(self, task: int) -> None:

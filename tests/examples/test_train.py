@@ -128,8 +128,22 @@ def test_flops_of_a_subspace_step_are_those_of_the_mix_more():
     # Mixing and sharing out the gradient take 2 n P each. A single step of batch B takes 2 B W for
     # the forward pass and for the weights' gradient, and 2 B (W - first layer) for the inputs'.
     first, weights, parameters = 784 * 256, 268_800, 269_322
-    expected = 1 + 4 * 3 * parameters / (2 * 10 * (2 * weights + weights - first))
+    plain = 2 * 10 * (2 * weights + weights - first)
+    # SGD's update takes 2 P.
+    expected = (plain + 4 * 3 * parameters) / (plain + 2 * parameters)
     assert cost("subspace-connectivity", 3)["step"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "n", "batches"),
+    [("a-gem", 1, 2), ("er-reservoir", 1, 2), ("subspace-er", 3, 2), ("ewc", 1, 1)],
+)
+def test_flops_of_a_step_count_what_is_replayed(method, n, batches):
+    without = cost("subspace", n) if method == "subspace-er" else {"step": 1}
+    products = 2 * 10 * (3 * 268_800 - 784 * 256)
+    naive = products + 2 * 269_322
+    added = (batches - 1) * products / naive
+    assert cost(method, n)["step"] == pytest.approx(without["step"] + added, rel=1e-6)
 
 
 @pytest.mark.parametrize(("n", "expected"), [(2, 1.1), (3, 1.2)])
