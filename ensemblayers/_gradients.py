@@ -6,6 +6,7 @@ networks are spared, as the C library keeps blocks below 32 MB; n stacked ones a
 """
 
 import functools
+import sys
 import threading
 
 import torch
@@ -30,7 +31,7 @@ def gradient_memory(leaf: Tensor) -> Tensor:
         return torch.empty_like(leaf)
     # Taken out while it is looked at: another thread's backward pass finds nothing here.
     storage = _kept.pop(leaf, None)
-    if storage is None or storage.nbytes() != size or _users(storage._cdata) > 1:
+    if storage is None or storage.nbytes() != size or _is_used(storage):
         _keep_small_blocks()
         fresh = torch.empty_like(leaf)
         if fresh.stride() != leaf.stride():  # Not dense: there is no layout to keep.
@@ -39,6 +40,12 @@ def gradient_memory(leaf: Tensor) -> Tensor:
     out = torch.empty(0, dtype=leaf.dtype).set_(storage, 0, leaf.shape, leaf.stride())
     _kept[leaf] = storage
     return out
+
+
+def _is_used(storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor, another process, or a holder of the storage itself has this memory too."""
+    # The caller's name, this one, and the count's own argument hold it.
+    return _users(storage._cdata) > 1 or storage.is_shared() or sys.getrefcount(storage) > 3
 
 
 @functools.cache

@@ -155,8 +155,8 @@ def batch_ensemble_linear(
         - Output: x's with ``out`` for ``in``
 
     Raises:
-        ValueError: the batch does not divide by n, or by the length of ``members``; ``members``
-            that are no tensor of integers.
+        ValueError: x without the weight's features, a batch that does not divide by n, or by the
+            length of ``members``; ``members`` that are no tensor of integers.
 
     Source: Wen et al. 2020, https://arxiv.org/abs/2002.06715
 
@@ -166,8 +166,10 @@ def batch_ensemble_linear(
     tensor([[2.],
             [0.]])
     """
-    if x.dim() < 2:
-        raise ValueError(f"expected x [n * b, ..., in], got {list(x.shape)}")
+    if x.dim() < 2 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"expected x [n * b, ..., in] for a weight {list(weight.shape)}, got {list(x.shape)}"
+        )
     members = check_members(x, len(r), members)
     flat = x if x.dim() == 2 else x.flatten(0, -2)
 

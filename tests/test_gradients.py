@@ -34,6 +34,17 @@ def test_memory_comes_back_once_nothing_uses_it():
     assert gradient_memory(p).data_ptr() == place
 
 
+def test_memory_that_is_held_as_a_storage_or_by_another_process_is_left_alone():
+    for hold in (lambda g: g.untyped_storage(), lambda g: g.share_memory_().data_ptr()):
+        p = leaf()
+        first = gradient_memory(p)
+        held, place = hold(first), first.data_ptr()
+        del first
+        second = gradient_memory(p)
+        assert second.data_ptr() != place
+        del second, held
+
+
 FAULTS = """
 import resource
 import torch

@@ -153,6 +153,7 @@ def _in_cpp(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None
         and dtype == weight.dtype == r.dtype == s.dtype
         and (bias is None or bias.dtype == dtype)
         and x.shape[0] >= LEAST_ROWS * r.shape[0]
+        and _fit(x, weight, r, s, bias)
         and weight.is_contiguous()
         and writes_gradients(x, weight, r, s, bias)
         and not torch.is_autocast_enabled("cpu")
@@ -174,7 +175,9 @@ class _Linear(torch.autograd.Function):
         if is_recorded(grad):
             return _differentiable(grad, inputs, needs)
         x, weight, r, s, _ = inputs
-        d_weight = gradient_memory(weight) if of_weight or of_r else None
+        d_weight = None
+        if of_weight or of_r:
+            d_weight = gradient_memory(weight) if of_weight else torch.empty_like(weight)
         d_x, d_r, d_s, d_bias = torch.ops.ensemblayers.batch_ensemble_backward.default(
             grad, x, weight, r, s, y, d_weight, of_x
         )
@@ -286,15 +289,20 @@ rows_linear = differentiable(
 )
 
 
+def _fit(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None) -> bool:
+    """Whether shapes are those of the definition; others broadcast in it, or are torch's errors."""
+    inner = x.shape[1] == weight.shape[1] == r.shape[1]
+    outer = s.shape == (r.shape[0], weight.shape[0])
+    return inner and outer and (bias is None or bias.shape == s.shape)
+
+
 def takes(
     x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None, members: Tensor | None
 ) -> bool:
     """Whether :func:`fused_linear` can take these tensors; what it can't has torch's errors."""
     if not (_triton.takes(x, weight, r, s, bias) and _triton.takes_index(members, x)):
         return False
-    if x.shape[1] != weight.shape[1] or r.shape[1] != weight.shape[1]:
-        return False
-    if s.shape[1] != len(weight) or (bias is not None and bias.shape != s.shape):
+    if not _fit(x, weight, r, s, bias):
         return False
     return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
 

@@ -103,6 +103,7 @@ def _is_large(stacked: Tensor, alpha: Tensor) -> bool:
         and stacked.layout == torch.strided
         and stacked.is_contiguous()
         and alpha.dtype == _ALPHA.get(stacked.dtype)
+        and alpha.shape[0] == stacked.shape[0]
         and is_eager(stacked, alpha)
     )
 

@@ -1,6 +1,6 @@
 """EWC: a quadratic penalty holds the weights that the last task needs.
 
-Kirkpatrick et al. 2017, https://arxiv.org/abs/1612.00796, in the form of the A-GEM authors' code:
+Kirkpatrick et al. 2017, https://arxiv.org/abs/1612.00796, close to the form of the A-GEM authors' code:
 one anchor, the weights after the last task, and a running Fisher information that is scaled to
 [0, 1] at the end of each task.
 """
@@ -15,7 +15,7 @@ from ..memory import Memory
 from ..settings import Settings
 from .method import Criterion, Method
 
-RATE = 0.9  # of the running Fisher information: the weight of the new, as in that code
+DECAY = 0.9  # of the running Fisher information
 
 
 class EWC(Method):
@@ -56,7 +56,7 @@ class EWC(Method):
         if self.steps % steps:
             return
         for f, s in zip(self.fisher, self.squares, strict=True):
-            f.lerp_(s / steps, RATE)
+            f.lerp_(s / steps, 1 - DECAY)
             s.zero_()
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from examples.memory import Memory, Reservoir
 from examples.methods import METHODS
 from examples.methods.a_gem import project_
-from examples.methods.ewc import RATE, normalised
+from examples.methods.ewc import DECAY, normalised
 from examples.models import mlp
 from examples.settings import Settings, settings_for
 
@@ -45,7 +45,7 @@ def test_fisher_information_is_the_running_mean_of_squared_gradients():
             ]
             trained.step(x, y)
         expected = [
-            (1 - RATE) * e + RATE * s / EVERY for e, s in zip(expected, squares, strict=True)
+            DECAY * e + (1 - DECAY) * s / EVERY for e, s in zip(expected, squares, strict=True)
         ]
     torch.testing.assert_close(trained.fisher, expected)
 

@@ -229,3 +229,43 @@ def test_tracers_and_fake_tensors_see_the_operations(backend):
     with FlopCounterMode(display=False) as counter:
         op.linear(*args).sum().backward()
     assert counter.get_total_flops() >= 3 * 2 * 8 * 5 * 3
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"r": (4, 1)},
+        {"r": (4, 5)},
+        {"r": (4, 9)},
+        {"s": (4, 1)},
+        {"s": (4, 3)},
+        {"s": (2, 7)},
+        {"bias": (4, 1)},
+        {"bias": (2, 7)},
+        {"bias": (7,)},
+        {"x": 5},
+        {"x": 900},
+    ],
+    ids=str,
+)
+def test_other_shapes_broadcast_or_fail_as_in_the_definition(backend, rows, wrong):
+    x, weight, *fast = inputs(4, rows, 6, 7, bias=True)
+    named = dict(zip(("r", "s", "bias"), fast, strict=True))
+    for name, shape in wrong.items():
+        if name == "x":
+            x = torch.randn(len(x), shape, dtype=x.dtype)
+        else:
+            named[name] = torch.randn(shape, dtype=x.dtype, requires_grad=True)
+
+    def result(function):
+        try:
+            y = function(x, weight, *named.values())
+            return [y, *torch.autograd.grad(y.square().sum(), [weight, *named.values()])]
+        except RuntimeError:
+            return None
+
+    got, want = result(op.linear), result(op.plain_linear)
+    assert (got is None) == (want is None)
+    if want is not None:
+        torch.testing.assert_close(got, want)
