@@ -96,6 +96,16 @@ class Assignment:
         yield from self._calls
 
     def _reach(self, call: "_Call | None") -> None:
+        """Put a call's index in force.
+
+        Raises:
+            RuntimeError: the index was changed since.
+        """
+        if call is not None and call.version != call._version():
+            raise RuntimeError(
+                "expected members as they were in the forward pass, got them changed in place; "
+                "pass a copy"
+            )
         task = _backward_pass()
         if self._task != task:
             self._task = task
@@ -113,6 +123,11 @@ class _Call:
     def __init__(self, assignment: Assignment, members: Tensor | None) -> None:
         self.assignment, self.members = assignment, members
         self.begin = self.end = torch.autograd._get_sequence_nr()
+        self.version = self._version()
+
+    def _version(self) -> int | None:
+        tracked = self.members is not None and not self.members.is_inference()
+        return self.members._version if tracked else None
 
     def __call__(self, grads: tuple) -> None:
         """Hook of the outputs' nodes, before they run in the backward pass."""

@@ -130,7 +130,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if grad is None or is_recorded(grad):
+        if grad is None or is_recorded(grad) or grad.layout != torch.strided:
             return grad, None, None
         return ctx.stack.row(ctx.i).copy_(grad), None, None
 
@@ -144,8 +144,9 @@ class _Unbind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        if is_recorded(*grads):
-            zero = torch.zeros_like(ctx.stack.leaf[0])
+        given = [g for g in grads if g is not None]
+        if is_recorded(*given) or any(g.layout != torch.strided for g in given):
+            zero = torch.zeros_like(given[0])  # Of their layout.
             return torch.stack([zero if g is None else g for g in grads]), None
         for i, g in enumerate(grads):
             own = ctx.stack.row(i)

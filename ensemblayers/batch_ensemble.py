@@ -310,7 +310,8 @@ class BatchEnsemble(PlainKeys):
     training and in evaluation.
 
     That index holds for the call, and in the backward pass for the parts of the call that
-    activation checkpointing runs again. A layer or ``module`` called directly is member-major.
+    activation checkpointing runs again. A layer or ``module`` called directly is member-major. One
+    thread at a time may call a model with ``members``.
 
     Shape:
         - Input: ``[B, ...]``: every tensor among the arguments whose first dimension is that of

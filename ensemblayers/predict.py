@@ -25,7 +25,8 @@ def members(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Outputs of all members for one batch: ``[n, B, ...]``, whatever the kind of ensemble.
 
     The members of a subspace are its vertices; a plain module counts as one member. The model's
-    mode stays as it is: call ``model.eval()`` before.
+    mode stays as it is: call ``model.eval()`` before. One thread at a time: meanwhile, a subspace
+    is at its vertices for all.
 
     Args:
         model: an ensemble, or a plain module.

@@ -303,6 +303,8 @@ def at(
 ) -> Iterator[None]:
     """Fix the point of a model as :func:`set_point` does, within a ``with`` block.
 
+    The point is the model's: other threads that call it meanwhile are at that point too.
+
     >>> from ensemblayers import SubspaceLinear
     >>> layer = SubspaceLinear(2, 2, n=2).eval()
     >>> with at(layer, [0.9, 0.1]):

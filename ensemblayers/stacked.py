@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import itertools
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ._autocast import autocast_dtype, mapped_autocast
 from ._batched import batched_layers, run_batched
-from ._gradients import unbind
+from ._gradients import is_eager, unbind
 from ._input import first_layer
 from ._module import PlainKeys, copy_module, own_parameters
 from .simplex import check_member
@@ -29,7 +30,8 @@ class StackedEnsemble(PlainKeys):
     members' names, leaves that an optimizer trains as each member's own optimizer would. The
     members given are not changed and not kept. Random layers differ among the members; BatchNorm's
     statistics are each member's own. Activation checkpointing goes around the ensemble, not inside
-    its members.
+    its members. Several threads may call an ensemble; while one is built, no other thread may call
+    a model (torch.fx's tracing holds for the whole process).
 
     Args:
         models: at least one network; the same classes, shapes, flags and ties in all.
@@ -96,7 +98,10 @@ class StackedEnsemble(PlainKeys):
             self._why_loop = f"{type(recurrent[0]).__name__}, a recurrent layer"
         elif self._skeletons:
             self._why_loop = "attributes that differ among the members or are tensors"
+        elif any(isinstance(m, _EMBEDDINGS) and m.sparse for m in first.modules()):
+            self._why_loop = "sparse gradients"
         self._told = False
+        self._lock = _Lock()
         # The training modes and autocast dtypes in which it worked.
         self._vmap_tried: set[tuple[bool, torch.dtype | None]] = set()
         with _fork_rng(dict(first.named_parameters())):
@@ -111,7 +116,9 @@ class StackedEnsemble(PlainKeys):
         self._check_inputs(args, kwargs)
         use_vmap = self._use_vmap()
         in_dims = pytree.tree_map(lambda leaf: self._in_dim(leaf, shared), (args, kwargs))
-        outputs = (self._vmap if use_vmap else self._loop)(in_dims, args, kwargs)
+        # They put members' tensors into ``module``: one thread at a time.
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else self._lock:
+            outputs = (self._vmap if use_vmap else self._loop)(in_dims, args, kwargs)
         told = self._told or torch.compiler.is_compiling()
         if self.strategy == "vmap" and self._why_loop and not told:
             self._told = True
@@ -260,6 +267,8 @@ class StackedEnsemble(PlainKeys):
             for name, old in before.items():
                 if own[name] is not old:  # The module assigned a new tensor to its buffer.
                     buffers[name][i].copy_(own[name])
+            for name, p in parameters.items():
+                _take_over(p, i, rows[name][i])
             if not self._skeletons and _changed(self.module, attributes):
                 self._part(i, attributes)
         return stack_outputs(outputs)
@@ -366,6 +375,33 @@ class StackedEnsemble(PlainKeys):
             plain = state_dict.get(prefix + name)
             if isinstance(plain, Tensor) and plain.dim() == tensor.dim() - 1:
                 state_dict[prefix + name] = plain.expand(self.n, *plain.shape).clone()
+
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+class _Lock:
+    """A lock for the threads that call one ensemble; a copy has its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _Lock, ()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+
+def _take_over(stacked: Tensor, i: int, row: Tensor) -> None:
+    """Bring what a module assigned to the ``data`` of member i's parameter into the stack."""
+    if is_eager(stacked, row) and row.device.type != "meta":
+        place = stacked.data_ptr() + i * stacked.stride(0) * stacked.element_size()
+        if row.data_ptr() != place and row.numel():
+            stacked.data[i] = row.data
 
 
 def _of_member(i: int, in_dims: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

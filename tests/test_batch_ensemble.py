@@ -184,7 +184,7 @@ def test_batch_that_does_not_divide(layer, x):
 
 
 def test_one_dimension():
-    with pytest.raises(ValueError, match=r"\[n \* b, ..., in\], got \[4\]"):
+    with pytest.raises(ValueError, match=r"\[n \* b, ..., in\].* \[4, 4\], got \[4\]"):
         el.BatchEnsembleLinear(4, 4, n=2)(torch.zeros(4))
 
 
@@ -860,7 +860,7 @@ def test_direct_calls_are_member_major_after_a_call_with_members(mode):
         direct_calls(model, x)
         call(x)
         direct_calls(model, x)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="for a weight"):
         model(x[:, :2], members=members)
     direct_calls(model, x)
     # After a backward pass that fails on the way.
@@ -992,3 +992,21 @@ def test_export_with_any_number_of_rows(training):
     exported = torch.export.export(model, (torch.randn(8, 6),), dynamic_shapes=(({0: rows},),))
     x = torch.randn(20, 6)
     torch.testing.assert_close(exported.module()(x), model(x))
+
+
+def test_an_index_that_is_changed_before_the_backward_pass_is_an_error():
+    model = el.BatchEnsemble(nn.Sequential(el.BatchEnsembleLinear(4, 3, n=4)))
+    index, x = torch.zeros(5, dtype=torch.long), torch.randn(5, 4)
+
+    y = model(x, members=index)
+    index.fill_(3)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_an_index_of_inference_mode():
+    model = el.BatchEnsemble(nn.Sequential(el.BatchEnsembleLinear(4, 3, n=4)))
+    with torch.inference_mode():
+        index = torch.zeros(5, dtype=torch.long)
+    with torch.no_grad():
+        assert model(torch.randn(5, 4), members=index).shape == (5, 3)

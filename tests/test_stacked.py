@@ -2,6 +2,8 @@ import copy
 import io
 import pickle
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -1231,3 +1233,69 @@ def test_functional_call_takes_names_and_refuses_keys(wrap, kind):
     set_model_state_dict(one.module, get_model_state_dict(other.module))
     assert torch.equal(one(x), other(x))
     assert not hasattr(one, "nothing") and not hasattr(one, first)
+
+
+class Clamped(nn.Module):
+    """Gives its weight's ``data`` another tensor at each call."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.layer = nn.Linear(size, size)
+
+    def forward(self, x):
+        self.layer.weight.data = self.layer.weight.data.clamp(-0.01, 0.01)
+        return self.layer(x)
+
+
+@each_strategy
+@pytest.mark.parametrize("size", [4, 512])  # The larger one's gradients go to memory that is kept.
+def test_data_that_a_member_assigns_is_its_parameters(size, strategy):
+    models = [Clamped(size) for _ in range(3)]
+    ensemble = el.StackedEnsemble(models, strategy=strategy)
+    x = torch.randn(2, size)
+    for _ in range(2):
+        with torch.no_grad():
+            ensemble.module.layer.weight += 0.1
+            for model in models:
+                model.layer.weight += 0.1
+        outputs = ensemble(x)
+        torch.testing.assert_close(outputs, torch.stack([model(x) for model in models]))
+        weights = torch.stack([model.layer.weight for model in models])
+        torch.testing.assert_close(ensemble.module.layer.weight, weights)
+    grads = torch.autograd.grad(outputs.square().sum(), ensemble.module.layer.weight)[0]
+    for model, got in zip(models, grads, strict=True):
+        want = torch.autograd.grad(model(x).square().sum(), model.layer.weight)[0]
+        torch.testing.assert_close(got, want)
+
+
+@each_strategy
+@pytest.mark.parametrize("rows", [50, 5000])
+def test_sparse_gradients_are_the_members(rows, strategy):
+    models = [nn.Sequential(nn.Embedding(rows, 64, sparse=True)) for _ in range(3)]
+    ensemble = el.StackedEnsemble(models, strategy=strategy)
+    x = torch.randint(rows, (6,))
+    ensemble(x)[[0, 2]].square().sum().backward()  # None for member 1.
+    got = ensemble.module[0].weight.grad
+    assert got.layout == torch.sparse_coo
+    for i, model in enumerate(models):
+        weight = model[0].weight
+        want = torch.autograd.grad(model(x).square().sum(), weight)[0].to_dense()
+        torch.testing.assert_close(got.to_dense()[i], want if i != 1 else torch.zeros_like(want))
+
+
+@pytest.mark.parametrize("strategy", ["loop", "vmap"])
+def test_threads_may_call_one_ensemble(strategy):
+    models = [conv() for _ in range(3)]
+    ensemble = copy.deepcopy(el.StackedEnsemble(models, strategy=strategy).eval())
+    inputs = [images(2) for _ in range(40)]
+    with torch.no_grad():
+        wanted = [torch.stack([model.eval()(x) for model in models]) for x in inputs]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                outputs = list(pool.map(torch.no_grad()(ensemble), inputs))
+        finally:
+            sys.setswitchinterval(interval)
+    torch.testing.assert_close(outputs, wanted)
+    assert all(p.shape[0] == 3 for p in ensemble.parameters())
