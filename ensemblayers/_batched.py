@@ -55,11 +55,10 @@ def run_batched(layers: list[nn.Module], x: Tensor, n: int, shared: bool) -> Ten
     """
     for layer in layers:
         if type(layer) is nn.Linear:
-            x = x.expand(n, *x.shape) if shared else x
-            shared = False
-            if x.dim() < 2 or x.shape[-1] != layer.weight.shape[-1]:
+            if x.dim() + shared < 2 or x.shape[-1] != layer.weight.shape[-1]:
                 return None
-            x = functional.stacked_linear(x, layer.weight, layer.bias)
+            x = functional.stacked_linear(x, layer.weight, layer.bias, shared=shared)
+            shared = False
         elif type(layer) is nn.Flatten:
             x = x.flatten(1 if shared else 2)
         elif shared and type(layer) is nn.Dropout and layer.training:

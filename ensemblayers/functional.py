@@ -224,33 +224,45 @@ def batch_ensemble_conv(
     return _over_pairs(one, r, s, bias)
 
 
-def stacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Linear layers of n networks, each with a batch of its own, as one batched product.
+def stacked_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False
+) -> Tensor:
+    """Linear layers of n networks as one batched product.
+
+    Args:
+        shared: whether all have one batch, which is not copied, or a batch each.
 
     Shape:
-        - x: ``[n, ..., in]``; ``x.expand(n, *x.shape)`` where all share it, which copies nothing
+        - x: ``[n, ..., in]``, or ``[..., in]`` where it is shared
         - weight: ``[n, out, in]``, bias: ``[n, out]``
         - Output: ``[n, ..., out]``
 
     >>> import torch
     >>> x, weight = torch.ones(4, 3), torch.stack([torch.ones(2, 3), torch.zeros(2, 3)])
-    >>> stacked_linear(x.expand(2, 4, 3), weight)[:, 0]
+    >>> stacked_linear(x, weight, shared=True)[:, 0]
     tensor([[3., 3.],
             [0., 0.]])
     """
-    rows = x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+    lead = x.shape[:-1] if shared else x.shape[1:-1]
+    rows = x.reshape(*(() if shared else x.shape[:1]), math.prod(lead), x.shape[-1])
     autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     if writes_gradients(x, weight, bias) and not autocast:
         y = _StackedLinear.apply(rows, weight, bias)
     else:
         y = _stacked_product(rows, weight, bias)
-    return y if x.dim() == 3 else y.reshape(*x.shape[:-1], y.shape[-1])
+    return y if len(lead) == 1 else y.reshape(y.shape[0], *lead, y.shape[-1])
 
 
 def _stacked_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = _each(x, weight)
     if bias is None:
         return torch.bmm(x, weight.mT)
     return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+
+def _each(x: Tensor, weight: Tensor) -> Tensor:
+    """A batch ``[n, B, in]`` a member, from one that is shared, ``[B, in]``."""
+    return x if x.dim() == 3 else x.expand(weight.shape[0], *x.shape)
 
 
 class _StackedLinear(torch.autograd.Function):
@@ -268,8 +280,12 @@ class _StackedLinear(torch.autograd.Function):
         d_weight = None
         if needs[1]:
             out = None if is_recorded(grad) else gradient_memory(weight)
-            d_weight = torch.bmm(grad.mT, x, out=out)
-        d_x = torch.bmm(grad, weight) if needs[0] else None
+            d_weight = torch.bmm(grad.mT, _each(x, weight), out=out)
+        d_x = None
+        if needs[0] and x.dim() == 3:
+            d_x = torch.bmm(grad, weight)
+        elif needs[0]:  # One product sums over the members.
+            d_x = grad.transpose(0, 1).flatten(1) @ weight.flatten(0, 1)
         return d_x, d_weight, grad.sum(1) if needs[2] else None
 
 
