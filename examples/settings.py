@@ -24,6 +24,7 @@ class Connect:
     steps: int = 40  # open in the paper; each step sees the whole buffer
     summed: bool = True  # the losses of the past tasks: summed, or their mean
     apart: bool = False  # each past task is a batch of its own, as BatchNorm sees it in evaluation
+    chain: bool = False  # the next task starts from what was learned, not from what was connected
 
 
 @dataclass(frozen=True)

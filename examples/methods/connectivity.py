@@ -21,7 +21,16 @@ Weights = dict[str, Tensor]
 
 
 class SubspaceConnectivity(SubspaceMethod):
+    def start(self, task: int) -> None:
+        if task and self.settings.connect.chain:
+            for vertex, learned in zip(self.optimizer.vertices(), self.learned, strict=True):
+                vertex.copy_(learned)
+            self.optimizer.eval()
+        super().start(task)
+
     def finish(self, task: int) -> None:
+        if self.settings.connect.chain:
+            self.learned = [v.clone() for v in self.optimizer.vertices()]
         if task:
             self._connect(task)
         self.previous = self._midpoint()

@@ -9,6 +9,7 @@ import ensemblayers as el
 from examples.benchmarks import rotated_digits
 from examples.memory import Memory
 from examples.methods import METHODS
+from examples.methods.connectivity import SubspaceConnectivity
 from examples.models import mlp
 from examples.run import run
 from examples.settings import Connect, Settings, settings_for
@@ -75,6 +76,31 @@ def test_first_task_is_not_connected_to_anything():
     without = [v.clone() for v in trained.optimizer.vertices()]
     trained.finish(0)
     assert all(map(torch.equal, trained.optimizer.vertices(), without))
+
+
+@pytest.mark.parametrize(("method", "n"), [("mc-sgd", 1), ("subspace-connectivity", 3)])
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_task_starts_from_what_was_connected_or_learned(method, n, chain, monkeypatch):
+    before = {}
+
+    def connect(self, task):
+        before["learned"] = [v.clone() for v in self.optimizer.vertices()]
+        original(self, task)
+        before["connected"] = [v.clone() for v in self.optimizer.vertices()]
+
+    original = SubspaceConnectivity._connect
+    monkeypatch.setattr(SubspaceConnectivity, "_connect", connect)
+    settings = Settings(lr=0.1, connect=replace(CONNECT, chain=chain))
+    trained = learned(method, settings, n=n, tasks=2)
+    previous = trained.previous
+    trained.start(2)
+    vertices = trained.optimizer.vertices()
+    want = before["learned" if chain else "connected"]
+    assert all(map(torch.equal, vertices, want))
+    assert trained.previous is previous  # What was connected, in either case.
+    point = trained.optimizer.alpha.to(vertices[0].dtype)
+    for p, v in zip(trained.model.parameters(), vertices, strict=True):
+        torch.testing.assert_close(p.detach(), torch.tensordot(point, v, 1))
 
 
 @pytest.mark.parametrize("summed", [True, False])
