@@ -173,8 +173,11 @@ _SAME_AS = {
 }
 
 _TABLE = {
-    # A fortieth of MNIST's images: several passes over them.
-    "rotated-digits": {name: replace(s, epochs=3) for name, s in _ROTATED.items()},
+    # A fortieth of MNIST's images: several passes over them, and a learning rate for so few steps.
+    "rotated-digits": {
+        name: replace(s, epochs=3)
+        for name, s in (_ROTATED | {"batch-ensemble": replace(_BATCH_ENSEMBLE, lr=0.01)}).items()
+    },
     "rotated-mnist": _ROTATED,
     "permuted-mnist": _PERMUTED,
     "rotated-mnist-5": _SHORT_ROTATED,
