@@ -81,12 +81,7 @@ class BatchEnsembleNorm(Assigned, _BatchNorm):
 
     def _by_index(self, x: Tensor, members: Tensor) -> Tensor:
         """Evaluation of rows with a member each: one scale and one shift of a member's channels."""
-        scale = (self.running_var + self.eps).rsqrt()
-        if self.weight is not None:
-            scale = scale * self.weight
-        shift = -self.running_mean * scale
-        if self.bias is not None:
-            shift = shift + self.bias
+        scale, shift = scale_and_shift(self)
         # In the statistics' precision, as F.batch_norm does for half precision too.
         return member_scale.scale(x.to(scale.dtype), scale, shift, members).to(x.dtype)
 
@@ -100,6 +95,15 @@ class BatchEnsembleNorm(Assigned, _BatchNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, n={self.n}"
+
+
+def scale_and_shift(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """What a BatchNorm with running statistics does in evaluation: ``x * scale + shift``."""
+    scale = (norm.running_var + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = -norm.running_mean * scale
+    return scale, shift if norm.bias is None else shift + norm.bias
 
 
 def _repeated(tensor: Tensor, n: int) -> Tensor:

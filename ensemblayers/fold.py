@@ -6,7 +6,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._module import check_module, copy_module
 from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer, BatchEnsembleLinear
-from .batch_ensemble_norm import BatchEnsembleNorm
+from .batch_ensemble_norm import BatchEnsembleNorm, scale_and_shift
 
 
 class _Tracer(fx.Tracer):
@@ -93,13 +93,7 @@ def _pairs(model: nn.Module) -> list[tuple[str, str]]:
 
 @torch.no_grad()
 def _fold(layer: BatchEnsembleLayer, norm: _BatchNorm) -> None:
-    scale = (norm.running_var + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight
-    shift = -norm.running_mean * scale
-    if norm.bias is not None:
-        shift = shift + norm.bias
-    scale, shift = (t.expand(layer.n, -1).to(layer.s.dtype) for t in (scale, shift))
+    scale, shift = (t.expand(layer.n, -1).to(layer.s.dtype) for t in scale_and_shift(norm))
     shift = shift if layer.bias is None else layer.bias * scale + shift
     of_pairs = scale if layer.rank == 1 else scale.unsqueeze(1)
     layer.s = _constant(layer.s * of_pairs)
