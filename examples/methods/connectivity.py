@@ -25,7 +25,6 @@ class SubspaceConnectivity(SubspaceMethod):
         if task and self.settings.connect.chain:
             for vertex, learned in zip(self.optimizer.vertices(), self.learned, strict=True):
                 vertex.copy_(learned)
-            self.optimizer.eval()
         super().start(task)
 
     def finish(self, task: int) -> None:
