@@ -213,14 +213,14 @@ def single_hidden(benchmark: str) -> int:
     return _TABLE[benchmark]["naive"].hidden
 
 
-def settings_from(stored: dict[str, Any]) -> Settings:
-    """The settings in a stored result.
-
-    Raises:
-        TypeError: fields that there are no more.
-    """
+def equals_stored(settings: Settings, stored: dict[str, Any]) -> bool:
+    """Whether settings are those that were stored with a run, maybe by another version."""
     connect = stored["connect"]
-    return Settings(**{**stored, "connect": None if connect is None else Connect(**connect)})
+    try:
+        made = {**stored, "connect": None if connect is None else Connect(**connect)}
+        return settings == Settings(**made)
+    except TypeError:  # Fields that there are no more.
+        return False
 
 
 def changed(settings: Settings, changes: Sequence[str]) -> Settings:

@@ -15,7 +15,7 @@ import torch
 from .benchmarks import BENCHMARKS
 from .errors import UsageError
 from .run import file_name, run, save
-from .settings import Settings, settings_for, settings_from
+from .settings import Settings, equals_stored, settings_for
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,9 @@ def load(folder: Path, key: Key) -> dict[str, Any] | None:
         return None
     try:
         result = json.loads(path.read_text())
-        counts = result["whole"] and settings_from(result["settings"]) == key.settings
-    except (ValueError, KeyError):
+        counts = result["whole"] and equals_stored(key.settings, result["settings"])
+    except (ValueError, KeyError, TypeError):
         raise UsageError(f"{path} is not a result: move it away") from None
-    except TypeError:  # Settings of another version.
-        counts = False
     return result if counts else None
 
 

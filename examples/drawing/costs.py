@@ -50,7 +50,7 @@ def short_costs(name: str, benchmark: str) -> Figure:
             axes.margins(0.1)
             axes.grid(alpha=0.3)
         line[0].set_ylabel("final accuracy (%)")
-        legend_below(canvas, line[0])
+        legend_below(canvas)
         return canvas
 
     def claims(rows: list[Row]) -> list[Claim]:
@@ -99,7 +99,7 @@ def long_costs(name: str, benchmarks: Sequence[str]) -> Figure:
             axes.set(xlabel=COSTS["paper"], title=TITLES[benchmark])
             axes.grid(alpha=0.3)
         line[0].set_ylabel("final accuracy (%)")
-        _common_legend(canvas, line)
+        legend_below(canvas)
         return canvas
 
     def claims(rows: list[Row]) -> list[Claim]:
@@ -185,16 +185,6 @@ def _curve(
     near = {"textcoords": "offset points", "fontsize": 8, "color": colour}
     for one, other, s in zip(x, y, sizes, strict=True):
         axes.annotate(str(s), (one, other), xytext=(5, -11 if below else 4), **near)
-
-
-def _common_legend(canvas: Canvas, line: list) -> None:
-    """A legend of all families that any panel has."""
-    entries = {}
-    for axes in line:
-        handles, labels = axes.get_legend_handles_labels()
-        entries.update(zip(labels, handles, strict=True))
-    place = {"loc": "outside lower center", "ncols": 4, "frameon": False}
-    canvas.legend(entries.values(), entries.keys(), **place)
 
 
 def _best(rows: list[Row], sizes: Sequence[int] | None, **wanted: str) -> float | None:

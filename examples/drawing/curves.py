@@ -73,7 +73,7 @@ def metrics_against_n(name: str, benchmarks: Sequence[str]) -> Figure:
                 axes.set(xlabel="members n", ylabel=label, title=TITLES[benchmark])
                 axes.set_xticks(MEMBERS)
                 axes.grid(alpha=0.3)
-        legend_below(canvas, grid[0][0])
+        legend_below(canvas)
         return canvas
 
     def claims(rows: list[Row]) -> list[Claim]:

@@ -57,7 +57,7 @@ def early_paths(name: str, benchmark: str) -> Figure:
                     _line(axes, pick(rows, task=1), value, method, path, label=LABELS[method])
                 _finish(axes, value, 1, path)
         canvas.suptitle(f"{TITLES[benchmark]}, n={VERTICES}")
-        legend_below(canvas, grid[0][0])
+        legend_below(canvas)
         return canvas
 
     def claims(rows: list[Row]) -> list[Claim]:
@@ -104,7 +104,7 @@ def later_paths(name: str, benchmark: str) -> Figure:
                     _line(axes, own, "accuracy", method, path, label=label, **style)
             _finish(axes, "accuracy", task, None)
         canvas.suptitle(f"{TITLES[benchmark]}, {LABELS[method]} n={VERTICES}")
-        legend_below(canvas, line[0])
+        legend_below(canvas)
         return canvas
 
     def claims(rows: list[Row]) -> list[Claim]:
@@ -149,7 +149,7 @@ def losses(name: str, benchmark: str) -> Figure:
             axes.grid(alpha=0.3)
         line[0].set_ylabel("test loss of task 1")
         canvas.suptitle(f"{TITLES[benchmark]}, n={VERTICES}")
-        legend_below(canvas, line[-1])
+        legend_below(canvas)
         return canvas
 
     def claims(rows: list[Row]) -> list[Claim]:

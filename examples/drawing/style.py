@@ -59,7 +59,15 @@ def panels(
     return canvas, axes.tolist()
 
 
-def legend_below(canvas: Canvas, axes: Axes, columns: int = 4) -> None:
-    """One legend for all panels, from the entries of one of them."""
-    handles, labels = axes.get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+def legend_below(canvas: Canvas) -> None:
+    """One legend for all panels, in as many columns as are no wider than the canvas."""
+    entries = {}
+    for axes in canvas.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
+    for columns in range(len(entries), 0, -1):
+        place = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+        legend = canvas.legend(entries.values(), entries.keys(), **place)
+        if columns == 1 or legend.get_window_extent().width <= canvas.bbox.width:
+            return
+        legend.remove()

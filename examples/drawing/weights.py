@@ -21,7 +21,7 @@ from ..files import whole_file
 from ..methods import Method
 from ..methods.subspace import SubspaceMethod
 from ..run import file_name, run
-from ..settings import Settings, settings_for
+from ..settings import Settings, equals_stored, settings_for
 
 Weights = dict[str, Tensor]
 
@@ -166,4 +166,4 @@ def _read(run: Run, seed: int, folder: Path) -> list[Weights] | None:
     if not path.exists():
         return None
     entry = torch.load(path, weights_only=True, mmap=True)
-    return entry["weights"] if entry["settings"] == dataclasses.asdict(run.settings) else None
+    return entry["weights"] if equals_stored(run.settings, entry["settings"]) else None

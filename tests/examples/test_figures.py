@@ -165,6 +165,16 @@ def test_weights_are_made_once_and_anew_where_the_settings_changed(tmp_path, mon
         weights.make(wanted, 0, tmp_path, None, "cpu", 1)
 
 
+def test_weights_count_that_were_kept_before_a_setting_was_there(tmp_path):
+    wanted = Run("rotated-mnist", "naive", 1, tasks=1)
+    weights.make(wanted, 0, tmp_path, None, "cpu", 1)
+    path = wanted.file(tmp_path, 0)
+    entry = torch.load(path)
+    del entry["settings"]["replay"]
+    torch.save(entry, path)
+    assert weights.is_stored(wanted, 0, tmp_path)
+
+
 def test_the_point_of_a_vertex_is_the_vertex(tmp_path):
     wanted = Run("rotated-mnist", "subspace", 3, tasks=1)
     weights.make(wanted, 0, tmp_path, None, "cpu", 1)

@@ -11,7 +11,7 @@ from examples import reproduce as command
 from examples import store, targets
 from examples.benchmarks import BENCHMARKS, PixelTasks, permutation_maps
 from examples.reproduce import main
-from examples.settings import Settings, settings_for
+from examples.settings import Settings, equals_stored, settings_for
 from examples.store import Key
 from examples.targets import Number, Row
 
@@ -98,6 +98,18 @@ def test_results_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch)
     for one, other in zip(*results, strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
     assert len(results[0]) == 2
+
+
+def test_what_another_version_stored_counts_where_it_says_the_same():
+    settings = settings_for("permuted-mnist", "mc-sgd", 1)
+    stored = dataclasses.asdict(settings)
+    assert equals_stored(settings, stored)
+    del stored["replay"], stored["connect"]["chain"]  # Before there were those fields.
+    assert equals_stored(settings, stored)
+    for changed in (stored | {"lr": 9.0}, stored | {"gone": 1}, stored | {"connect": {"gone": 1}}):
+        assert not equals_stored(settings, changed)
+    stored["connect"]["steps"] += 1
+    assert not equals_stored(settings, stored)
 
 
 def test_a_result_of_other_settings_does_not_count_and_is_kept(small, tmp_path):
