@@ -6,7 +6,6 @@ missing, and kept in a folder of their own. Each figure leaves a PNG, its data a
 what the paper says of it: met, not met, or not measured yet.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +82,7 @@ def drawn(figure: "Figure", sources: "Sources", folder: Path) -> list[str]:
         if figure.table:
             missing = f"python -m examples.reproduce {figure.table} makes its runs"
         return [*lines, f"not drawn: {missing}"]
+    lines.append(f"seeds: {', '.join(map(str, sorted({row['seed'] for row in rows})))}")
     (folder / f"{figure.name}.txt").write_text("".join(f"{line}\n" for line in lines), "utf-8")
     (folder / f"{figure.name}.csv").write_text(comma_separated(rows), "utf-8")
     shown = rows
@@ -145,4 +145,6 @@ def _train(figures: list["Figure"], options: Options, console: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from .train import script
+
+    script(main)

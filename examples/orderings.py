@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .tables import read
+from .tables import PAPER_SEEDS, read
 from .targets import ABLATION_MEMBERS, ABLATION_METHODS, ABLATIONS, Row
 
 
@@ -52,7 +52,10 @@ def _ablation(benchmark: str) -> list[Ordering]:
 
 
 def verdict(ordering: Ordering, folder: Path, seeds: Sequence[int]) -> str:
-    """One sentence: the claim, whether it holds on the mean, and in how many of the seeds."""
+    """One sentence: the claim, whether it holds on the mean, and in how many of the seeds.
+
+    Of the seeds that both sides have.
+    """
     better, worse = (
         {r["seed"]: r["metrics"][ordering.metric] for r in line.results}
         for line in read((ordering.better, ordering.worse), folder, seeds)
@@ -65,6 +68,8 @@ def verdict(ordering: Ordering, folder: Path, seeds: Sequence[int]) -> str:
         return f"{claim}: not measured yet"
     gains = [(worse[s] - better[s]) if ordering.lower else (better[s] - worse[s]) for s in both]
     holds = "holds" if statistics.fmean(gains) > 0 else "does NOT hold"
+    if len(both) < PAPER_SEEDS:
+        holds += " so far"
     digits = 3 if ordering.metric == "forgetting" else 2
     means = [statistics.fmean(values[s] for s in both) for values in (better, worse)]
     numbers = f"{means[0]:.{digits}f} against {means[1]:.{digits}f}"

@@ -8,7 +8,7 @@ a CSV file a table are written anew.
 
 import contextlib
 import importlib.util
-import sys
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +82,12 @@ def reproduce(options: Options) -> None:
     if console.width < WIDTH:
         console.width = WIDTH  # Wrapped by the terminal, but whole.
     shown = {name: _columns(rows(name), options.benchmark) for name in options.table}
+    wanted = [row for own in shown.values() for row in own if _is_chosen(row, options)]
+    if not wanted or not options.seeds:
+        raise UsageError(
+            "nothing in these tables is of a chosen --benchmark, --method, --n and --seeds"
+        )
     if options.train:
-        wanted = [row for own in shown.values() for row in own if _is_chosen(row, options)]
         _train(wanted, folder, options, console)
     for name, own in shown.items():
         for table in tables.rich_tables(name, tables.read(own, folder, SEEDS)):
@@ -131,6 +135,9 @@ def _check(options: Options) -> None:
         raise UsageError(f"which table? One or more of {', '.join(TABLES)}")
     if options.backend not in ("loky", "dask", "ray"):
         raise UsageError(f"unknown backend {options.backend!r}: choose from loky, dask, ray")
+    package = {"dask": "distributed", "ray": "ray"}.get(options.backend)
+    if package and not importlib.util.find_spec(package):
+        raise UsageError(f"--backend {options.backend}: pip install {package}")
     if options.threads < 1 or options.jobs == 0:
         raise UsageError(
             f"expected --threads >= 1 and --jobs other than 0, got {options.threads} and "
@@ -174,7 +181,10 @@ def _train(rows: Sequence["Row"], folder: Path, options: Options, console: Any) 
     missing = [key for key in dict.fromkeys(wanted) if load(folder, key) is None]
     for name in dict.fromkeys(key.benchmark for key in missing):
         # Here, so that what is wrong with the data is reported once; and downloaded once.
-        BENCHMARKS[name](0, options.data_root, options.download)
+        try:
+            BENCHMARKS[name](0, options.data_root, options.download)
+        except UsageError as error:
+            raise UsageError(f"{error} (or leave {name} out, by --benchmark)") from None
         (folder / name).mkdir(exist_ok=True)
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn())
     times = (TextColumn("runs"), TimeElapsedColumn(), TimeRemainingColumn())
@@ -187,15 +197,23 @@ def _train(rows: Sequence["Row"], folder: Path, options: Options, console: Any) 
 def _finished(missing: Sequence["Key"], folder: Path, options: Options) -> Iterator["Key"]:
     """Make the runs in parallel; yield the key of each as it is finished."""
     import joblib
+    from joblib.externals.loky.process_executor import TerminatedWorkerError
 
     from .store import execute
 
     where = (options.device, options.threads, options.data_root.resolve())
-    calls = [joblib.delayed(execute)(key, folder.resolve(), *where) for key in missing]
+    parent = os.getpid() if options.backend == "loky" else None
+    calls = [joblib.delayed(execute)(key, folder.resolve(), *where, parent) for key in missing]
     with _backend(options):
         # Ray's backend can't give the results one by one.
         each = "list" if options.backend == "ray" else "generator_unordered"
-        yield from joblib.Parallel(n_jobs=options.jobs, return_as=each, batch_size=1)(calls)
+        try:
+            yield from joblib.Parallel(n_jobs=options.jobs, return_as=each, batch_size=1)(calls)
+        except TerminatedWorkerError:
+            raise UsageError(
+                "a process was killed in its run, maybe for want of memory: what is finished is "
+                "kept; start again, with fewer --jobs"
+            ) from None
 
 
 @contextlib.contextmanager
@@ -203,9 +221,6 @@ def _backend(options: Options) -> Iterator[None]:
     """Joblib's backend in force, a cluster connected to where it needs one."""
     import joblib
 
-    package = {"dask": "distributed", "ray": "ray"}.get(options.backend)
-    if package and not importlib.util.find_spec(package):
-        raise UsageError(f"--backend {options.backend} needs the package {package}")
     if options.backend == "dask":
         from distributed import Client, LocalCluster
 
@@ -227,4 +242,6 @@ def _backend(options: Options) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from .train import script
+
+    script(main)

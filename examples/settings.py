@@ -5,6 +5,7 @@ leaves a value open, the note beside it says what stands here.
 """
 
 import ast
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -233,15 +234,26 @@ def changed(settings: Settings, changes: Sequence[str]) -> Settings:
         name, _, text = change.partition("=")
         inner = name.removeprefix("connect.")
         owner = settings if inner == name else settings.connect
-        known = {field.name for field in fields(owner)} - {"connect"} if owner else set()
-        if inner not in known:
+        kinds = {field.name: field.type for field in fields(owner)} if owner else {}
+        kind = kinds.get(inner)
+        if kind not in (bool, int, float):
             raise UsageError(f"no setting {name!r} to change by {change!r}")
         try:
             value = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             value = None
-        if not isinstance(value, int | float):
-            raise UsageError(f"expected a number in {change!r}")
+        if not _is_usable(inner, kind, value):
+            raise UsageError(f"can't use {text!r} in {change!r}")
         own = replace(owner, **{inner: value})
         settings = own if owner is settings else replace(settings, connect=own)
     return settings
+
+
+def _is_usable(name: str, kind: type, value: Any) -> bool:
+    """Whether a value is of its kind and in its range."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    # A number of something is at least one; no step of the second phase leaves it out.
+    least = 1 if kind is int and name != "steps" else 0
+    most = 1 if name in ("dropout", "previous") else math.inf
+    return isinstance(value, kind | int) and least <= value <= most

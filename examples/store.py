@@ -55,9 +55,21 @@ def load(folder: Path, key: Key) -> dict[str, Any] | None:
     try:
         result = json.loads(path.read_text())
         counts = result["whole"] and equals_stored(key.settings, result["settings"])
+        _check(result, key)
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{path} is not a result: move it away") from None
     return result if counts else None
+
+
+def _check(result: dict[str, Any], key: Key) -> None:
+    """A ValueError or KeyError where a result is not this run's, or lacks what the tables show."""
+    metrics, flops = result["metrics"], result["relative_flops"]
+    always = [metrics["final_accuracy"], flops["predict"], flops["step"]]
+    maybe = [metrics["forgetting"], metrics["learning_accuracy"]]  # Joint training has none.
+    numbers = always + [value for value in maybe if value is not None]
+    same = all(result[name] == getattr(key, name) for name in ("benchmark", "method", "n", "seed"))
+    if not same or not all(isinstance(value, int | float) for value in numbers):
+        raise ValueError
 
 
 def set_aside(folder: Path, key: Key) -> Path | None:
@@ -73,13 +85,27 @@ def set_aside(folder: Path, key: Key) -> Path | None:
     return aside
 
 
-def execute(key: Key, folder: Path, device: str, threads: int, data_root: Path) -> Key:
-    """Make a run and store its result, unless another process did so meanwhile."""
+def execute(
+    key: Key, folder: Path, device: str, threads: int, data_root: Path, parent: int | None = None
+) -> Key:
+    """Make a run and store its result, unless another process did so meanwhile.
+
+    Args:
+        parent: the process that wants it, this one or the one that started this one; without it,
+            the run is given up, and this process ends.
+    """
+
+    def go_on(done: int, total: int) -> None:
+        if parent not in (None, os.getpid(), os.getppid()):
+            os._exit(1)  # An exception would let the process go on with the next run.
+
+    go_on(0, 0)
     if load(folder, key):
         return key
     torch.set_num_threads(threads)
     benchmark = BENCHMARKS[key.benchmark](key.seed, data_root, False).to(torch.device(device))
-    result = run(benchmark, key.method, key.settings, key.n, key.seed, torch.device(device))
+    where = torch.device(device)
+    result = run(benchmark, key.method, key.settings, key.n, key.seed, where, progress=go_on)
     set_aside(folder, key)
     save(result, (folder / key.file).parent, key.hidden)
     return key

@@ -5,16 +5,19 @@ which needs no data beyond scikit-learn's. Each run leaves a JSON file in the ou
 a figure of the accuracy on the tasks seen so far.
 """
 
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+    from .settings import Settings
 
 DEFAULT_METHODS = ("naive", "mc-sgd", "ensemble-mc-sgd", "subspace-connectivity")
 
@@ -88,6 +91,12 @@ def command_line(
     return 0
 
 
+def script(main: Callable[[], int]) -> NoReturn:
+    """Run a command line as a program, which a SIGTERM ends as Ctrl-C does: its workers too."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())
+
+
 def usable_device(name: str) -> "torch.device":
     """A device of torch; a UsageError where tensors can't be put on it."""
     import torch
@@ -111,7 +120,6 @@ def compare(options: Options) -> None:
     from .benchmarks import BENCHMARKS
     from .methods import METHODS
     from .run import check_writable, run, save
-    from .settings import changed, settings_for
 
     if not options.method:
         raise UsageError(f"--method needs at least one of {', '.join(METHODS)}")
@@ -141,19 +149,19 @@ def compare(options: Options) -> None:
             f"got {options.tasks}"
         )
     benchmark = benchmark.shortened(options.tasks, options.examples).to(device)
+    settings = {name: _settings(name, options) for name in options.method}
     console = Console()
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn())
     results = []
     with Progress(*columns, TextColumn("tasks"), TimeElapsedColumn(), console=console) as bars:
-        lines = {name: bars.add_task(name, total=None) for name in dict.fromkeys(options.method)}
+        lines = {name: bars.add_task(name, total=None) for name in settings}
         for name, line in lines.items():
-            settings = changed(settings_for(options.benchmark, name, options.n), options.set)
 
             def progress(done: int, total: int, line: int = line) -> None:
                 bars.update(line, completed=done, total=total)
 
             bars.reset(line)
-            result = run(benchmark, name, settings, options.n, options.seed, device, progress)
+            result = run(benchmark, name, settings[name], options.n, options.seed, device, progress)
             results.append(result)
             save(result, folder)
     console.print(report.table(results))
@@ -162,5 +170,14 @@ def compare(options: Options) -> None:
     console.print(f"Results and figure: {folder}", soft_wrap=True, markup=False, highlight=False)
 
 
+def _settings(method: str, options: Options) -> "Settings":
+    from .settings import changed, settings_for
+
+    try:
+        return changed(settings_for(options.benchmark, method, options.n), options.set)
+    except UsageError as error:
+        raise UsageError(f"{method}: {error}") from None
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

@@ -120,21 +120,25 @@ def permuted_mnist(seed: int, root: Path, download: bool) -> PixelTasks:
 
 
 def _mnist(root: Path, download: bool) -> list[tuple[Tensor, Tensor]]:
-    sets = []
-    for train in (True, False):
+    folder, sets = root / "MNIST" / "raw", []
+    for train, count in ((True, 60_000), (False, 10_000)):
         try:
             data = MNIST(str(root), train=train, download=download)
-        except (RuntimeError, OSError) as error:
+            x, y = data.data.flatten(1), data.targets
+            if (x.shape, y.shape) != ((count, 28 * 28), (count,)):
+                raise ValueError(
+                    f"expected {count:,} images of 28x28 and as many labels, got "
+                    f"{tuple(data.data.shape)} and {tuple(y.shape)}"
+                )
+        except (RuntimeError, OSError, AssertionError, ValueError, EOFError) as error:
+            found = not isinstance(error, OSError) and "not found" not in str(error)
+            if found:
+                problem = f"the MNIST files in {folder} are damaged ({error or 'wrong header'})"
+                raise UsageError(f"{problem}: remove them, and pass --download") from None
             if download:
                 raise UsageError(f"MNIST can't be downloaded to {root}: {error}") from None
             raise UsageError(
-                f"no MNIST in {root}/MNIST/raw: pass --download, or --data-root with a folder "
-                "that holds it"
+                f"no MNIST in {folder}: pass --download, or --data-root with a folder that holds it"
             ) from None
-        except (AssertionError, ValueError, EOFError) as error:
-            raise UsageError(
-                f"the MNIST files in {root}/MNIST/raw are damaged ({error or 'wrong header'}): "
-                "remove them, and pass --download"
-            ) from None
-        sets.append((data.data.flatten(1), data.targets))
+        sets.append((x, y))
     return sets

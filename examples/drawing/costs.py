@@ -25,20 +25,17 @@ def short_costs(name: str, benchmark: str) -> Figure:
     """Figure 5, right: the ablation's ensembles, by torch's count and by the paper's."""
 
     def rows(sources: Sources) -> list[Row]:
-        ensembles = [(method, n) for method in ABLATION_METHODS for n in ABLATION_MEMBERS]
-        runs = [("naive", 1), *ensembles]
         network = mlp(28 * 28, single_hidden(benchmark), 10)
         return [
             {
-                "method": method,
-                "n": n,
-                "seed": result["seed"],
-                "counted": result["relative_flops"]["predict"],
-                "paper": _paper_count(method, n, network),
-                "accuracy": result["metrics"]["final_accuracy"],
+                "method": r["method"],
+                "n": r["n"],
+                "seed": r["seed"],
+                "counted": r["relative_flops"]["predict"],
+                "paper": _paper_count(r["method"], r["n"], network),
+                "accuracy": r["metrics"]["final_accuracy"],
             }
-            for method, n in runs
-            for result in sources.stored(benchmark, method, n)
+            for r in sources.ablation(benchmark)
         ]
 
     def draw(rows: list[Row]) -> Canvas:

@@ -136,32 +136,25 @@ def average_accuracy(name: str, benchmarks: Sequence[str]) -> Figure:
 
 def _ablation(sources: Sources, benchmark: str) -> list[Row]:
     """Every run of the ablation on a benchmark; the single network as naive SGD."""
-    single = {r["seed"]: r for r in sources.stored(benchmark, "naive")}
-    ensembles = [(method, n) for method in ABLATION_METHODS for n in ABLATION_MEMBERS]
-    out = []
-    for method, n in [("naive", 1), *ensembles]:
-        for result in sources.stored(benchmark, method, n):
-            seed, metrics = result["seed"], result["metrics"]
-            improvement = None
-            if seed in single:
-                improvement = forgetting_improvement(single[seed]["matrix"], result["matrix"])
-            out.append(
-                {
-                    "benchmark": benchmark,
-                    "method": method,
-                    "n": n,
-                    "seed": seed,
-                    "final_accuracy": metrics["final_accuracy"],
-                    "forgetting_improvement": improvement,
-                    "learning_accuracy": metrics["learning_accuracy"],
-                }
-            )
-    return out
+    results = sources.ablation(benchmark)
+    single = {r["seed"]: r["matrix"] for r in results if r["method"] == "naive"}
+    return [
+        {
+            "benchmark": benchmark,
+            "method": r["method"],
+            "n": r["n"],
+            "seed": r["seed"],
+            "final_accuracy": r["metrics"]["final_accuracy"],
+            "forgetting_improvement": forgetting_improvement(single[r["seed"]], r["matrix"]),
+            "learning_accuracy": r["metrics"]["learning_accuracy"],
+        }
+        for r in results
+    ]
 
 
 def _lines(axes, rows: list[Row], metric: str) -> None:
     for method in ABLATION_METHODS:
-        own = [r for r in pick(rows, method=method) if r[metric] is not None]
+        own = pick(rows, method=method)
         members = sorted(unique(own, "n"))
         means = [mean(own, metric, n=n) for n in members]
         errors = [spread(own, metric, n=n) for n in members]
@@ -176,7 +169,7 @@ def _claims(rows: list[Row], benchmark: str) -> list[Claim]:
     own = [row for row in rows if row["benchmark"] == benchmark]
 
     def of(metric: str, method: str, n: int) -> float | None:
-        return mean([r for r in own if r[metric] is not None], metric, method=method, n=n)
+        return mean(own, metric, method=method, n=n)
 
     def least_gain(metric: str, method: str, other: str) -> float | None:
         """The least that a method is above another, over all n."""

@@ -12,6 +12,7 @@ from ..reproduce import SEEDS
 from ..run import accuracy_matrix
 from ..store import Key
 from ..store import load as load_result
+from ..targets import rows as table_rows
 from .rows import Row
 from .weights import Run, Trained
 from .weights import load as load_weights
@@ -40,6 +41,13 @@ class Sources:
         keys = [Key(benchmark, method, n, hidden, seed) for seed in SEEDS]
         results = [r for r in (load_result(self.results, key) for key in keys) if r]
         return [{**r, "matrix": accuracy_matrix(r)} for r in results]
+
+    def ablation(self, benchmark: str) -> list[dict[str, Any]]:
+        """The stored results of all methods of the ablation, of the seeds that all of them have."""
+        runs = [(row.method, row.n) for row in table_rows("ablation") if row.benchmark == benchmark]
+        found = [self.stored(benchmark, method, n) for method, n in runs]
+        common = set.intersection(*({r["seed"] for r in results} for results in found))
+        return [r for results in found for r in results if r["seed"] in common]
 
     def trained(self, run: Run) -> list[tuple[int, Trained]]:
         """The networks of a run with their seeds, as many as there are."""

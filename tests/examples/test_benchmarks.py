@@ -1,4 +1,6 @@
 import hashlib
+import os
+import struct
 
 import numpy as np
 import pytest
@@ -113,3 +115,35 @@ def test_damaged_data_says_what_to_do(tmp_path):
         (folder / f"{part}-ubyte").write_bytes(b"0000 damaged")
     with pytest.raises(UsageError, match="damaged"):
         rotated_mnist(0, tmp_path, False)
+
+
+def write_mnist(root, images, labels, left_out=0):
+    """MNIST's files with black images: numbers of each in the training and in the test set."""
+    folder = root / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name, n, m in zip(("train", "t10k"), images, labels, strict=True):
+        pixels = struct.pack(">iiii", 0x803, n, 28, 28)
+        path = folder / f"{name}-images-idx3-ubyte"
+        path.write_bytes(pixels)
+        os.truncate(path, len(pixels) + n * 28 * 28 - left_out)
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">ii", 0x801, m) + bytes(m))
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "left_out"),
+    [
+        ((1500, 200), (1500, 200), 0),
+        ((60_000, 10_000), (60_000, 200), 0),
+        ((60_000, 10_000), (60_000, 10_000), 5),
+    ],
+)
+def test_a_part_of_mnist_is_not_taken_for_it(images, labels, left_out, tmp_path):
+    write_mnist(tmp_path, images, labels, left_out)
+    with pytest.raises(UsageError, match="damaged"):
+        rotated_mnist(0, tmp_path, False)
+
+
+def test_the_whole_of_mnist_is_taken(tmp_path):
+    write_mnist(tmp_path, (60_000, 10_000), (60_000, 10_000))
+    data = rotated_mnist(0, tmp_path, False)
+    assert (len(data.train[1]), len(data.test[1])) == (60_000, 10_000)

@@ -11,7 +11,7 @@ from torch import nn
 import ensemblayers as el
 from examples import targets
 from examples.benchmarks import BENCHMARKS, rotated_digits
-from examples.drawing import FIGURES, hessian, weights
+from examples.drawing import FIGURES, Sources, hessian, weights
 from examples.drawing.figure import judge
 from examples.drawing.hessian import top_eigenvalues
 from examples.drawing.rows import mean_over_seeds
@@ -57,12 +57,12 @@ def start(tmp_path):
     return start
 
 
-def store_made_up(folder, row):
-    key = Key(row.benchmark, row.method, row.n, row.hidden, 0)
+def store_made_up(folder, row, seed=0):
+    key = Key(row.benchmark, row.method, row.n, row.hidden, seed)
     tasks = 5 if row.benchmark.endswith("-5") else 20
     metrics = {"final_accuracy": 50.0 + row.n, "forgetting": 0.1, "learning_accuracy": 90.0}
     result = {
-        "seed": 0,
+        **{name: getattr(key, name) for name in ("benchmark", "method", "n", "seed")},
         "whole": True,
         "settings": dataclasses.asdict(key.settings),
         "accuracy": [[90.0 - t if k <= t else None for k in range(tasks)] for t in range(tasks)],
@@ -78,6 +78,7 @@ def test_every_figure_is_drawn_with_its_data_and_its_statements(start, tmp_path,
     assert start("all") == 0
     printed = capsys.readouterr().out
     assert "not measured yet" not in printed and "not drawn" not in printed
+    assert printed.count("  seeds: 0\n") == len(FIGURES)
     for name in FIGURES:
         assert f"{name}:" in printed
         assert matplotlib.image.imread(tmp_path / "out" / f"{name}.png").std() > 0
@@ -96,6 +97,17 @@ def test_what_was_not_measured_is_said_and_not_drawn(tmp_path, capsys):
     assert printed.count("not drawn") == len(FIGURES) and not list(tmp_path.glob("out/*"))
     assert "examples.reproduce ablation" in printed
     assert ": met" not in printed and "NOT met" not in printed
+
+
+@pytest.mark.parametrize("name", ["1-accuracy-against-n", "4-metrics-against-n", "5-cost"])
+def test_the_ablation_is_compared_on_the_seeds_that_all_methods_have(name, start, tmp_path):
+    folder = tmp_path / "results"
+    for row in targets.rows("ablation"):
+        store_made_up(folder, row, seed=1)
+        if row.method == "naive":
+            store_made_up(folder, row, seed=2)
+    sources = Sources(folder, tmp_path, tmp_path, (0,))
+    assert {row["seed"] for row in FIGURES[name].rows(sources)} == {0, 1}
 
 
 def test_the_means_over_the_seeds_go_into_a_file_of_their_own(start, tmp_path):

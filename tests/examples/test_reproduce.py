@@ -1,8 +1,11 @@
 import csv
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -87,6 +90,42 @@ with mock.patch.object(t.targets, "rows", lambda table: t.ROWS), \\
     assert stored(tmp_path).items() >= first.items()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="process groups")
+@pytest.mark.parametrize(("by", "status"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+def test_no_process_goes_on_when_the_command_has_ended(by, status, tmp_path):
+    script = f"""
+import sys
+sys.path[:0] = {[str(command.Path.cwd()), str(command.Path(__file__).parent)]!r}
+import test_reproduce as t
+from examples.train import script
+t.targets.rows = lambda table: t.ROWS
+arguments = ["results_cnn", "--jobs", "2", "--out", {str(tmp_path)!r}]
+script(lambda: t.main(arguments))
+"""
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    started = subprocess.Popen([sys.executable, "-c", script], start_new_session=True, **output)
+    wait_until(lambda: len(stored(tmp_path)) > 0 or started.poll() is not None)
+    started.send_signal(by)
+    assert started.wait(60) == status, started.stderr.read()
+    wait_until(lambda: not is_alive(started.pid))
+    assert {name.rpartition(".")[2] for name in stored(tmp_path)} == {"json"}
+
+
+def is_alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(done, seconds=90):
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 def test_results_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "rows", lambda table: ROWS[:1])
     results = []
@@ -152,6 +191,29 @@ def test_a_damaged_result_is_named_and_kept(small, tmp_path, capsys, text):
     assert str(path) in capsys.readouterr().err and path.read_text() == text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metrics": None},
+        {"metrics": {"final_accuracy": 1.0, "forgetting": 0.0}},
+        {"metrics": {"final_accuracy": None, "forgetting": 0.0, "learning_accuracy": 1.0}},
+        {"metrics": {"final_accuracy": "a", "forgetting": 0.0, "learning_accuracy": 1.0}},
+        {"relative_flops": {"predict": 1.0}},
+        {"method": "ewc"},
+        {"seed": 1},
+        {"n": 2},
+    ],
+)
+def test_a_result_that_lacks_something_or_is_of_another_run_is_named(
+    small, tmp_path, capsys, change
+):
+    assert start(tmp_path, "--seeds", "0", "--method", "naive") == 0
+    path = tmp_path / "results" / NAIVE.file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert start(tmp_path, "--no-train") == 2
+    assert f"{path} is not a result" in capsys.readouterr().err
+
+
 def test_the_width_is_part_of_the_key():
     wide = dataclasses.replace(NAIVE, method="mc-sgd", hidden=450)
     assert wide.file.name == "mc-sgd-n1-h450-seed0.json"
@@ -190,7 +252,11 @@ def test_it_prints_and_writes_what_is_missing_as_missing(small, tmp_path, capsys
         (["results_cnn", "--jobs", "0"], ["--jobs"]),
         (["results_cnn", "--backend", "foo"], ["foo", "dask"]),
         (["results_cnn", "--device", "nonsense"], ["--device", "nonsense"]),
-        (["results_cnn", "--data-root", "nowhere"], ["nowhere", "--download"]),
+        (["results_cnn", "--data-root", "nowhere"], ["nowhere", "--download", "--benchmark"]),
+        (["results_cnn", "--n", "7"], ["--n"]),
+        (["results_cnn", "--method", "subspace"], ["--method"]),
+        (["results_cnn", "--seeds"], ["--seeds"]),
+        (["ablation", "--benchmark", "permuted-mnist", "--no-train"], ["--benchmark"]),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_status_2(arguments, names, tmp_path, capsys):
