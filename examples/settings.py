@@ -51,7 +51,9 @@ class Settings:
 
 
 # Open in the paper: decay 1, momentum 0 and dropout 0 of naive SGD, EWC, A-GEM and ER-Reservoir,
-# their replayed examples, the momentum 0 of BatchEnsemble, the momentum of Stable SGD.
+# their replayed examples, the momentum 0 and dropout 0 of BatchEnsemble, its decay (a grid), the
+# momentum of Stable SGD. Of subspaces: the first sigma, which is printed for the ablation; in the
+# second phase the momentum, the first phase's here, decay and dropout, none here.
 _NAIVE = Settings(lr=0.1)
 _EWC = Settings(lr=0.1, penalty=10.0)
 # Stable SGD diverges with this momentum and batches of 10 (PILOTS.md).
@@ -104,8 +106,8 @@ _PERMUTED = {
     ),
     "batch-ensemble": _BATCH_ENSEMBLE,
 }
-# The ablation: five tasks, a smaller network, no buffer. The paper has three of its methods; the
-# others train as on the twenty tasks.
+# The ablation: five tasks, a smaller network, no buffer. The paper has three of its methods, and
+# marks no choice of decay and batch, and no momentum; the others train as on the twenty tasks.
 _SHORT = Settings(lr=0.1, decay=0.5, hidden=100)
 _SHORT_ROTATED = {
     **{name: replace(s, hidden=100) for name, s in _ROTATED.items()},
@@ -204,7 +206,7 @@ def settings_for(benchmark: str, method: str, n: int, hidden: int | None = None)
             # The paper: a learning rate a member, times their number.
             settings = replace(settings, lr=settings.lr * n)
     if method == "batch-ensemble":
-        # The batch is divided equally among the members.
+        # The batch is divided equally among the members: with n=3 it is 9, not 10.
         settings = replace(settings, batch=max(1, settings.batch // n) * n)
     return settings if hidden is None else replace(settings, hidden=hidden)
 

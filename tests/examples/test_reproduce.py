@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 
+import joblib
 import pytest
 import torch
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from examples import reproduce as command
 from examples import store, targets
@@ -109,6 +111,16 @@ script(lambda: t.main(arguments))
     assert started.wait(60) == status, started.stderr.read()
     wait_until(lambda: not is_alive(started.pid))
     assert {name.rpartition(".")[2] for name in stored(tmp_path)} == {"json"}
+
+
+def test_a_killed_process_of_a_run_is_reported_in_one_line(small, tmp_path, capsys, monkeypatch):
+    def killed(self, calls):
+        raise TerminatedWorkerError("a long message\nof many lines")
+
+    monkeypatch.setattr(joblib.Parallel, "__call__", killed)
+    assert start(tmp_path, "--jobs", "2") == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "--jobs" in message
 
 
 def is_alive(group):
