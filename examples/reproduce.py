@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TABLES = ("results_cnn", "varying_n", "parameters", "main_results", "image_results", "ablation")
 SEEDS = (0, 1, 2, 3, 4)
-WIDTH = 100  # of the tables in the terminal
+WIDTH = 110  # of the tables in the terminal
 
 
 @dataclass
