@@ -49,6 +49,8 @@ def _flops(
     trained.start(0)
     trained.step(*past)
     memory.store(*past)
+    trained.finish(0)
+    trained.start(1)
     step = (_count(lambda: trained.step(x, y)) + trained.update_flops) * BATCH // max(rows, 1)
     predict = trained.predictor()
     with torch.no_grad():

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from .store import Key
     from .targets import Row
 
-TABLES = ("results_cnn", "varying_n", "parameters", "main_results", "image_results", "ablation")
+TABLES = (
+    *("results_cnn", "varying_n", "parameters", "main_results", "image_results"),
+    *("beyond", "ablation"),
+)
 SEEDS = (0, 1, 2, 3, 4)
 WIDTH = 110  # of the tables in the terminal
 
@@ -29,7 +32,7 @@ WIDTH = 110  # of the tables in the terminal
 class Options:
     table: tuple[str, ...]
     """One or more of: results_cnn (Table 2), varying_n (4), parameters (5), main_results (6),
-    image_results (7), and ablation (five tasks, figures 3 and 4)."""
+    image_results (7), beyond (the paper), and ablation (five tasks, figures 3 and 4)."""
     benchmark: tuple[str, ...] = ()
     """Only these benchmarks of the tables."""
     method: tuple[str, ...] = ()

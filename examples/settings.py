@@ -47,6 +47,7 @@ class Settings:
     replay: int = 10  # examples of the buffer in each step that replays them
     penalty: float = 0.0  # weight of EWC's penalty, the paper's lambda
     fisher_steps: int = 10  # between updates of EWC's Fisher information
+    distill: float = 1.0  # weight of the distillation from the last midpoint, where there is one
     connect: Connect | None = None
 
 
@@ -142,6 +143,14 @@ _CIFAR = {
         replace(_IMAGES, lr=0.3, decay=0.95), 0.2, lr=0.1, samples=3
     ),
     "batch-ensemble": replace(_IMAGES, decay=0.9),
+    # Not the paper's: MC-SGD's first phase; the rest by pilots.
+    "subspace-distillation": replace(
+        _IMAGES,
+        decay=0.95,
+        momentum=0.4,
+        distill=0.3,
+        connect=Connect(0.2, lr=0.01, momentum=0.4, samples=3, sigma=0.01, steps=0),
+    ),
 }
 _MINI = {
     "naive": _MINI_NAIVE,
@@ -172,6 +181,7 @@ _SAME_AS = {
     "ensemble-mc-sgd-bagging": "mc-sgd",
     "subspace": "subspace-connectivity",
     "subspace-er": "subspace-connectivity",
+    "subspace-distillation": "subspace-connectivity",
     "vanilla-ensemble": "naive",
 }
 

@@ -29,8 +29,8 @@ class Options:
     tasks each; rotated-mnist-5 or split-cifar-100-5, of 5 tasks."""
     method: tuple[str, ...] = DEFAULT_METHODS
     """One or more of: naive, ewc, a-gem, er-reservoir, stable-sgd, mc-sgd, ensemble-mc-sgd,
-    ensemble-mc-sgd-bagging, subspace, subspace-er, subspace-connectivity, batch-ensemble,
-    vanilla-ensemble, multitask."""
+    ensemble-mc-sgd-bagging, subspace, subspace-er, subspace-connectivity, subspace-distillation,
+    batch-ensemble, vanilla-ensemble, multitask."""
     n: int = 3
     """Number of members of the ensemble methods."""
     seed: int = 0

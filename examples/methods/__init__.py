@@ -3,6 +3,7 @@
 from .a_gem import AGEM
 from .batch_ensemble import BatchEnsembleMethod
 from .connectivity import MCSGD, SubspaceConnectivity
+from .distillation import SubspaceDistillation
 from .ensemble_mc_sgd import Bagging, EnsembleMCSGD
 from .er_reservoir import ReservoirReplay
 from .ewc import EWC
@@ -25,6 +26,7 @@ METHODS: dict[str, type[Method]] = {
     "subspace": SubspaceMethod,
     "subspace-er": SubspaceReplay,
     "subspace-connectivity": SubspaceConnectivity,
+    "subspace-distillation": SubspaceDistillation,
     "batch-ensemble": BatchEnsembleMethod,
     "vanilla-ensemble": VanillaEnsemble,
     "multitask": Multitask,

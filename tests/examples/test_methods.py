@@ -10,6 +10,7 @@ from examples.benchmarks import rotated_digits
 from examples.memory import Memory
 from examples.methods import METHODS
 from examples.methods.connectivity import SubspaceConnectivity
+from examples.methods.distillation import distillation
 from examples.models import mlp
 from examples.run import run
 from examples.settings import Connect, Settings, settings_for
@@ -101,6 +102,40 @@ def test_a_task_starts_from_what_was_connected_or_learned(method, n, chain, monk
     point = trained.optimizer.alpha.to(vertices[0].dtype)
     for p, v in zip(trained.model.parameters(), vertices, strict=True):
         torch.testing.assert_close(p.detach(), torch.tensordot(point, v, 1))
+
+
+def test_the_last_midpoint_teaches_the_classes_of_earlier_tasks():
+    trained = learned("subspace-distillation", Settings(lr=0.1, distill=0.5, connect=CONNECT))
+    trained.start(2)
+    # The vertices lie at one point, as sigma is 0: the teacher gives the student's own scores.
+    x, y = torch.randn(4, 6).double(), torch.randint(3, (4,))
+    plain = F.cross_entropy(trained.model(x), y)
+    torch.testing.assert_close(trained.loss(x, y), plain)
+    for _ in range(3):
+        trained.step(x, y)
+    new, old = trained.model(x), trained.teacher(x)
+    p, q = (torch.softmax(scores / 2, -1) for scores in (old, new))
+    expected = F.cross_entropy(new, y) + 0.5 * 4 * (p * (p / q).log()).sum() / 4
+    torch.testing.assert_close(trained.loss(x, y), expected)
+    assert expected > F.cross_entropy(new, y)
+
+
+def test_nothing_teaches_the_first_task():
+    results = []
+    for method in ("subspace-connectivity", "subspace-distillation"):
+        torch.manual_seed(0)
+        trained = learned(method, Settings(lr=0.1, connect=CONNECT), tasks=1)
+        results.append([v.clone() for v in trained.optimizer.vertices()])
+    assert all(map(torch.equal, *results))
+
+
+def test_distillation_is_over_each_tasks_own_classes():
+    new, old = torch.randn(2, 5, 6).double()
+    classes = torch.tensor([[0, 1], [4, 5]])
+    parts = [distillation(new[:, own], old[:, own], torch.tensor([[0, 1]])) for own in classes]
+    torch.testing.assert_close(distillation(new, old, classes), sum(parts))
+    changed = old + torch.tensor([3.0, 3.0, 9.0, -9.0, 0.0, 0.0])  # Of no task, or no difference.
+    torch.testing.assert_close(distillation(new, changed, classes), sum(parts))
 
 
 @pytest.mark.parametrize("summed", [True, False])
