@@ -38,7 +38,7 @@ class Options:
     download: bool = False
     """Download a data set that is missing from the data root."""
     results: Path = Path(__file__).parent / "results"
-    """Folder of the stored results."""
+    """Folder of the stored results; whole runs that are made for their weights go there too."""
     weights: Path = Path("runs/figures")
     """Folder for the weights of runs, some 10 to 200 MB a run."""
     out: Path = Path(__file__).parent / "figures"
@@ -136,7 +136,8 @@ def _train(figures: list["Figure"], options: Options, console: Any) -> None:
     for name in dict.fromkeys(run.benchmark for run, _ in missing):
         # Here, so that what is wrong with the data is reported once; and downloaded once.
         BENCHMARKS[name](0, options.data_root, options.download)
-    where = (options.weights.resolve(), options.data_root.resolve(), options.device)
+    folders = (options.weights, options.results, options.data_root)
+    where = (*(folder.resolve() for folder in folders), options.device)
     calls = [joblib.delayed(make)(*key, *where, options.threads) for key in missing]
     finished = joblib.Parallel(options.jobs, return_as="generator_unordered")(calls)
     for count, (run, seed) in enumerate(finished, start=1):

@@ -188,7 +188,6 @@ def _train(rows: Sequence["Row"], folder: Path, options: Options, console: Any) 
             BENCHMARKS[name](0, options.data_root, options.download)
         except UsageError as error:
             raise UsageError(f"{error} (or leave {name} out, by --benchmark)") from None
-        (folder / name).mkdir(exist_ok=True)
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn())
     times = (TextColumn("runs"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=console) as bars:

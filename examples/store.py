@@ -106,6 +106,13 @@ def execute(
     benchmark = BENCHMARKS[key.benchmark](key.seed, data_root, False).to(torch.device(device))
     where = torch.device(device)
     result = run(benchmark, key.method, key.settings, key.n, key.seed, where, progress=go_on)
-    set_aside(folder, key)
-    save(result, (folder / key.file).parent, key.hidden)
+    keep(result, folder, key)
     return key
+
+
+def keep(result: dict[str, Any], folder: Path, key: Key) -> None:
+    """Store the result of a run."""
+    path = folder / key.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    set_aside(folder, key)
+    save(result, path.parent, key.hidden)

@@ -22,6 +22,8 @@ from ..methods import Method
 from ..methods.subspace import SubspaceMethod
 from ..run import file_name, run
 from ..settings import Settings, equals_stored, settings_for
+from ..store import Key, keep
+from ..store import load as load_result
 
 Weights = dict[str, Tensor]
 
@@ -121,15 +123,21 @@ def load(run: Run, seed: int, folder: Path, data_root: Path) -> Trained | None:
 
 
 def make(
-    wanted: Run, seed: int, folder: Path, data_root: Path, device: str, threads: int
+    wanted: Run,
+    seed: int,
+    folder: Path,
+    results: Path,
+    data_root: Path,
+    device: str,
+    threads: int,
 ) -> tuple[Run, int]:
-    """Make a run and keep its weights, unless that was done."""
+    """Make a run and keep its weights, unless that was done; and its result, if none is stored."""
     if not is_stored(wanted, seed, folder):
         torch.set_num_threads(threads)
         benchmark = BENCHMARKS[wanted.benchmark](seed, data_root, False)
         benchmark = benchmark.shortened(wanted.tasks, None).to(torch.device(device))
         kept: list[Weights] = []
-        run(
+        result = run(
             benchmark,
             wanted.method,
             wanted.settings,
@@ -142,6 +150,9 @@ def make(
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
             torch.save({"settings": dataclasses.asdict(wanted.settings), "weights": kept}, file)
+        key = Key(wanted.benchmark, wanted.method, wanted.n, None, seed)
+        if result["whole"] and not load_result(results, key):
+            keep(result, results, key)
     return wanted, seed
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ensemblayers as el
-from examples import targets
+from examples import store, targets
 from examples.benchmarks import BENCHMARKS, rotated_digits
 from examples.drawing import FIGURES, Sources, hessian, weights
 from examples.drawing.figure import judge
@@ -151,7 +151,7 @@ def test_what_cannot_be_done_is_one_line_and_status_2(arguments, names, tmp_path
 )
 def test_the_kept_weights_predict_what_the_run_did(method, n, tmp_path):
     wanted = Run("rotated-mnist", method, n, tasks=3)
-    weights.make(wanted, 0, tmp_path, None, "cpu", 1)
+    weights.make(wanted, 0, tmp_path, tmp_path, None, "cpu", 1)
     trained = weights.load(wanted, 0, tmp_path, None)
     data = BENCHMARKS["rotated-mnist"](0, None, False).shortened(3, None)
     result = run(data, method, wanted.settings, n, 0, torch.device("cpu"))
@@ -167,19 +167,47 @@ def test_the_kept_weights_predict_what_the_run_did(method, n, tmp_path):
 
 def test_weights_are_made_once_and_anew_where_the_settings_changed(tmp_path, monkeypatch):
     wanted = Run("rotated-mnist", "naive", 1, tasks=1)
-    weights.make(wanted, 0, tmp_path, None, "cpu", 1)
+    weights.make(wanted, 0, tmp_path, tmp_path, None, "cpu", 1)
     monkeypatch.setattr(weights, "run", None)  # Any further run would fail.
-    weights.make(wanted, 0, tmp_path, None, "cpu", 1)
+    weights.make(wanted, 0, tmp_path, tmp_path, None, "cpu", 1)
     changed = dataclasses.replace(settings_for("rotated-mnist", "naive", 1), lr=0.5)
     monkeypatch.setattr(weights, "settings_for", lambda *run: changed)
     assert weights.load(wanted, 0, tmp_path, None) is None
     with pytest.raises(TypeError):
-        weights.make(wanted, 0, tmp_path, None, "cpu", 1)
+        weights.make(wanted, 0, tmp_path, tmp_path, None, "cpu", 1)
+
+
+def test_a_whole_run_for_weights_leaves_the_result_that_the_tables_would_make(tmp_path):
+    stored, anew = tmp_path / "stored", tmp_path / "anew"
+    key = Key("rotated-mnist-5", "subspace", 2, None, 0)
+    wanted = Run(key.benchmark, key.method, key.n)
+    weights.make(wanted, 0, tmp_path, stored, None, "cpu", 1)
+    store.execute(key, anew, "cpu", 1, None)
+    result, expected = (store.load(folder, key) for folder in (stored, anew))
+    assert result["accuracy"] == expected["accuracy"]
+    assert result["relative_flops"] == expected["relative_flops"]
+    assert not list(anew.glob("**/other-settings"))
+
+
+def test_a_run_for_weights_leaves_a_stored_result_alone(tmp_path):
+    row = next(row for row in targets.rows("ablation") if row.method == "naive")
+    store_made_up(tmp_path / "results", row)
+    key = Key(row.benchmark, "naive", 1, None, 0)
+    before = store.load(tmp_path / "results", key)
+    wanted = Run(key.benchmark, key.method, key.n)
+    weights.make(wanted, 0, tmp_path, tmp_path / "results", None, "cpu", 1)
+    assert store.load(tmp_path / "results", key) == before
+
+
+def test_a_part_of_a_run_leaves_no_result(tmp_path):
+    wanted = Run("rotated-mnist", "naive", 1, tasks=2)
+    weights.make(wanted, 0, tmp_path / "weights", tmp_path / "results", None, "cpu", 1)
+    assert wanted.file(tmp_path / "weights", 0).exists() and not (tmp_path / "results").exists()
 
 
 def test_weights_count_that_were_kept_before_a_setting_was_there(tmp_path):
     wanted = Run("rotated-mnist", "naive", 1, tasks=1)
-    weights.make(wanted, 0, tmp_path, None, "cpu", 1)
+    weights.make(wanted, 0, tmp_path, tmp_path, None, "cpu", 1)
     path = wanted.file(tmp_path, 0)
     entry = torch.load(path)
     del entry["settings"]["replay"]
@@ -189,7 +217,7 @@ def test_weights_count_that_were_kept_before_a_setting_was_there(tmp_path):
 
 def test_the_point_of_a_vertex_is_the_vertex(tmp_path):
     wanted = Run("rotated-mnist", "subspace", 3, tasks=1)
-    weights.make(wanted, 0, tmp_path, None, "cpu", 1)
+    weights.make(wanted, 0, tmp_path, tmp_path, None, "cpu", 1)
     trained = weights.load(wanted, 0, tmp_path, None)
     third = (1 / 3, 1 / 3, 1 / 3)
     for point, expected in (
