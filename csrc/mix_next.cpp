@@ -27,6 +27,7 @@ using torch::stable::Tensor;
 
 constexpr int64_t kBlock = 1024;       // Elements whose sums stay in the first-level cache.
 constexpr int64_t kGrain = 16 * 1024;  // Elements that are worth a thread.
+constexpr int64_t kGroup = 6;          // Vertices at a time: more have no room in the registers.
 
 struct Range {
   int64_t column;  // First column in the vertices.
@@ -159,25 +160,25 @@ struct Buffers {
   }
 };
 
-// N vertices side by side: an element of each, its moments and the point stay in registers.
-template <int N, class V, class P, class Rule>
-void step_fused(const Rule& rule, const Buffers<V>& b, const P* __restrict grad, P* __restrict point,
-                int64_t column, int64_t count) {
+// N vertices side by side, from vertex i0 on: an element of each and its moments stay in registers.
+// The first group of vertices starts the sum of the next point, the others go on with it.
+template <int N, bool First, class V, class P, class Rule>
+void step_group(Rule rule, const Buffers<V>& b, int64_t i0, const P* __restrict grad,
+                V* __restrict sum, int64_t column, int64_t count) {
   V* w[N];
   V* m[N];
   V* s[N];
   V alpha[N], next[N];
   for (int i = 0; i < N; ++i) {
-    w[i] = b.w.data + i * b.w.stride + column;
-    m[i] = b.moment(b.m, i, column);
-    s[i] = b.moment(b.s, i, column);
-    alpha[i] = b.alpha[i];
-    next[i] = b.next[i];
+    w[i] = b.w.data + (i0 + i) * b.w.stride + column;
+    m[i] = b.moment(b.m, i0 + i, column);
+    s[i] = b.moment(b.s, i0 + i, column);
+    alpha[i] = b.alpha[i0 + i];
+    next[i] = b.next[i0 + i];
   }
-#pragma GCC ivdep
-  for (int64_t j = 0; j < count; ++j) {
+  const auto element = [&](int64_t j) {
     const V g = static_cast<V>(grad[j]);
-    V sum = 0;
+    V total = First ? V(0) : sum[j];
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) {
       V wi = w[i][j], mi = 0, si = 0;
@@ -187,56 +188,67 @@ void step_fused(const Rule& rule, const Buffers<V>& b, const P* __restrict grad,
       w[i][j] = wi;
       if constexpr (Rule::kMoments > 0) m[i][j] = mi;
       if constexpr (Rule::kMoments > 1) s[i][j] = si;
-      sum += next[i] * wi;
+      total += next[i] * wi;
     }
-    point[j] = static_cast<P>(sum);
+    sum[j] = total;
+  };
+  // So many streams are more than processors foresee: each line is asked for a few lines ahead.
+  constexpr int64_t kLine = 64 / sizeof(V), kAhead = 4 * kLine;
+  int64_t j = 0;
+  for (; j + kLine <= count; j += kLine) {
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) {
+      __builtin_prefetch(w[i] + j + kAhead, 1);
+      if constexpr (Rule::kMoments > 0) __builtin_prefetch(m[i] + j + kAhead, 1);
+      if constexpr (Rule::kMoments > 1) __builtin_prefetch(s[i] + j + kAhead, 1);
+    }
+#pragma GCC ivdep
+    for (int64_t k = j; k < j + kLine; ++k) element(k);
   }
+  for (; j < count; ++j) element(j);
 }
 
-// Any number of vertices, frozen ones among them: one after the other, the point in the cache.
+// A block of columns: the vertices in groups of equal size, as far as that goes, then frozen ones.
 template <class V, class P, class Rule>
-void step_looped(const Rule& rule, const Buffers<V>& b, const P* __restrict grad,
-                 P* __restrict point, int64_t column, int64_t count) {
-  V sum[kBlock] = {};
+void step_block(const Rule& rule, const Buffers<V>& b, const P* __restrict grad,
+                P* __restrict point, int64_t column, int64_t count) {
+  constexpr bool kSame = std::is_same_v<V, P>;
+  V rounded_later[kSame ? 1 : kBlock];
+  V* sum = rounded_later;
+  if constexpr (kSame) sum = point;
   const int64_t n = static_cast<int64_t>(b.alpha.size());
-  for (int64_t i = 0; i < b.w.count; ++i) {
-    V* __restrict w = b.w.data + i * b.w.stride + column;
-    if (i < n) {
-      V* __restrict m = b.moment(b.m, i, column);
-      V* __restrict s = b.moment(b.s, i, column);
-      const V alpha = b.alpha[i];
-      for (int64_t j = 0; j < count; ++j) {
-        V mi = 0, si = 0;
-        if constexpr (Rule::kMoments > 0) mi = m[j];
-        if constexpr (Rule::kMoments > 1) si = s[j];
-        rule(w[j], mi, si, alpha * static_cast<V>(grad[j]));
-        if constexpr (Rule::kMoments > 0) m[j] = mi;
-        if constexpr (Rule::kMoments > 1) s[j] = si;
+  const int64_t groups = (n + kGroup - 1) / kGroup;
+  for (int64_t group = 0, i = 0; group < groups; ++group) {
+    const int64_t size = (n - i) / (groups - group);
+    const auto step = [&](auto first) {
+      constexpr bool kFirst = decltype(first)::value;
+      switch (size) {
+        case 1: return step_group<1, kFirst>(rule, b, i, grad, sum, column, count);
+        case 2: return step_group<2, kFirst>(rule, b, i, grad, sum, column, count);
+        case 3: return step_group<3, kFirst>(rule, b, i, grad, sum, column, count);
+        case 4: return step_group<4, kFirst>(rule, b, i, grad, sum, column, count);
+        case 5: return step_group<5, kFirst>(rule, b, i, grad, sum, column, count);
+        case 6: return step_group<6, kFirst>(rule, b, i, grad, sum, column, count);
       }
-    }
+    };
+    group ? step(std::false_type{}) : step(std::true_type{});
+    i += size;
+  }
+  for (int64_t i = n; i < b.w.count; ++i) {
+    const V* __restrict w = b.w.data + i * b.w.stride + column;
     const V next = b.next[i];
     for (int64_t j = 0; j < count; ++j) sum[j] += next * w[j];
   }
-  store(sum, point, count);
+  if constexpr (!kSame) store(sum, point, count);
 }
 
 template <class V, class P, class Rule>
 void step_impl(const Rule& rule, const Buffers<V>& b, const std::vector<Tensor>& params,
                const std::vector<Tensor>& grads, const std::vector<int64_t>& columns) {
-  const bool no_frozen = b.w.count == static_cast<int64_t>(b.alpha.size());
-  auto* step = &step_looped<V, P, Rule>;
-  switch (no_frozen ? b.w.count : 0) {
-    case 1: step = &step_fused<1, V, P, Rule>; break;
-    case 2: step = &step_fused<2, V, P, Rule>; break;
-    case 3: step = &step_fused<3, V, P, Rule>; break;
-    case 4: step = &step_fused<4, V, P, Rule>; break;
-    case 5: step = &step_fused<5, V, P, Rule>; break;
-    case 6: step = &step_fused<6, V, P, Rule>; break;
-  }
   for_blocks(ranges(params, columns), [&](size_t k, int64_t column, int64_t offset, int64_t count) {
     const P* g = static_cast<const P*>(grads[k].const_data_ptr()) + offset;
     P* p = static_cast<P*>(params[k].mutable_data_ptr()) + offset;
-    step(rule, b, g, p, column, count);
+    step_block(rule, b, g, p, column, count);
   });
 }
 

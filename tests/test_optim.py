@@ -77,7 +77,8 @@ class Explicit:
         self.opt.zero_grad()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 9])
+# In C++, up to 6 vertices go side by side: 7 are 3 and 4, 13 are 4, 4 and 5.
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 13])
 @pytest.mark.parametrize(("subspace", "rule", "options"), RULES)
 def test_trajectory_is_that_of_explicit_copies(backend, subspace, rule, options, n):
     model = net()
@@ -145,9 +146,10 @@ def test_points_are_uniform_on_the_simplex():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("subspace", [SubspaceSGD, SubspaceAdamW])
-def test_low_precision_parameters_have_float32_vertices(backend, subspace, dtype):
+@pytest.mark.parametrize("n", [3, 8])
+def test_low_precision_parameters_have_float32_vertices(backend, n, subspace, dtype):
     model = net(dtype)
-    opt = subspace(model.parameters(), lr=0.01, n=3, sigma=0.1)
+    opt = subspace(model.parameters(), lr=0.01, n=n, sigma=0.1)
     for _ in range(3):
         opt.zero_grad()
         backward(model, dtype)
@@ -158,15 +160,16 @@ def test_low_precision_parameters_have_float32_vertices(backend, subspace, dtype
         torch.testing.assert_close(p.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_the_backends_agree_in_every_precision(monkeypatch):
+@pytest.mark.parametrize("n", [3, 11])
+def test_the_backends_agree_in_every_precision(n, monkeypatch):
     if not native.available():
         pytest.skip("no C++ compiler")
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         runs = []
         for cpp in (True, False):
             torch.manual_seed(0)
-            model = net(dtype)
-            opt = SubspaceSGD(model.parameters(), lr=0.01, n=3, sigma=0.1, momentum=0.9)
+            model = nn.Linear(67, 53).to(dtype)  # More than a block of the C++ pass, and a rest.
+            opt = SubspaceSGD(model.parameters(), lr=0.01, n=n, sigma=0.1, momentum=0.9)
             if not cpp:
                 monkeypatch.setattr(mix_next, "_in_cpp", lambda vertices, params: False)
             for p in model.parameters():
@@ -410,16 +413,17 @@ def test_several_draws_accumulate_into_one_step(subspace):
     close(opt.vertices(), explicit.copies, rtol=1e-9, atol=1e-11)
 
 
-def test_frozen_vertices_take_part_and_are_not_trained(backend):
+@pytest.mark.parametrize("n", [2, 8])
+def test_frozen_vertices_take_part_and_are_not_trained(backend, n):
     model = net()
     anchors = [[torch.randn_like(p) for p in model.parameters()] for _ in range(2)]
-    opt = SubspaceSGD(model.parameters(), lr=0.1, n=2, sigma=0.5, momentum=0.9)
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=n, sigma=0.5, momentum=0.9)
     explicit = Explicit(model, opt, torch.optim.SGD, lr=0.1, momentum=0.9)
     for anchor in anchors:
         opt.add_frozen(anchor)
     for _ in range(5):
         alpha = opt.alpha.clone()
-        assert alpha.shape == (4,)
+        assert alpha.shape == (n + 2,)
         close(model.parameters(), explicit.weights(alpha, anchors).values())
         opt.zero_grad()
         explicit.backward(alpha, backward(model), anchors)
