@@ -6,6 +6,7 @@ missing, and kept in a folder of their own. Each figure leaves a PNG, its data a
 what the paper says of it: met, not met, or not measured yet.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ class Options:
     data_root: Path = Path("data")
     """Folder that holds the data sets: MNIST/raw/*, cifar-100-python/*."""
     download: bool = False
-    """Download a data set that is missing from the data root."""
+    """Download a data set that is missing from the data root, or is not as published."""
     results: Path = Path(__file__).parent / "results"
     """Folder of the stored results; whole runs that are made for their weights go there too."""
     weights: Path = Path("runs/figures")
@@ -78,7 +79,7 @@ def drawn(figure: "Figure", sources: "Sources", folder: Path) -> list[str]:
     rows = figure.rows(sources)
     lines = [str(claim) for claim in figure.claims(rows)] or ["the paper states nothing of it"]
     if not rows:
-        missing = "its runs are missing"
+        missing = "its runs are missing, which are made without --no-train"
         if figure.table:
             missing = f"python -m examples.reproduce {figure.table} makes its runs"
         return [*lines, f"not drawn: {missing}"]
@@ -98,6 +99,7 @@ def drawn(figure: "Figure", sources: "Sources", folder: Path) -> list[str]:
 def _chosen(options: Options) -> list["Figure"]:
     from .benchmarks import BENCHMARKS
     from .drawing import FIGURES
+    from .workers import check_parallel
 
     if not options.name:
         raise UsageError(f"which figure? all, or one or more of {', '.join(FIGURES)}")
@@ -105,8 +107,9 @@ def _chosen(options: Options) -> list["Figure"]:
         if benchmark not in BENCHMARKS:
             known = ", ".join(BENCHMARKS)
             raise UsageError(f"unknown benchmark {benchmark!r}: choose from {known}")
-    if options.threads < 1 or options.jobs == 0 or not options.seeds:
-        raise UsageError("expected --threads >= 1, --jobs other than 0, and at least one seed")
+    check_parallel(options.threads, options.jobs)
+    if not options.seeds or not all(0 <= seed < 2**63 for seed in options.seeds):
+        raise UsageError(f"expected --seeds from 0 to 2**63 - 1, got {options.seeds}")
     found = []
     for wanted in options.name:
         own = [f for name, f in FIGURES.items() if wanted in (name, name.split("-")[0], "all")]
@@ -122,9 +125,13 @@ def _train(figures: list["Figure"], options: Options, console: Any) -> None:
 
     from .benchmarks import BENCHMARKS
     from .drawing.weights import is_stored, make
+    from .run import check_writable
     from .train import usable_device
+    from .workers import finished
 
     usable_device(options.device)
+    check_writable(options.weights, "--weights")
+    check_writable(options.results, "--results")
     runs = dict.fromkeys(run for figure in figures for run in figure.runs)
     missing = [
         (run, seed)
@@ -138,9 +145,8 @@ def _train(figures: list["Figure"], options: Options, console: Any) -> None:
         BENCHMARKS[name](0, options.data_root, options.download)
     folders = (options.weights, options.results, options.data_root)
     where = (*(folder.resolve() for folder in folders), options.device)
-    calls = [joblib.delayed(make)(*key, *where, options.threads) for key in missing]
-    finished = joblib.Parallel(options.jobs, return_as="generator_unordered")(calls)
-    for count, (run, seed) in enumerate(finished, start=1):
+    calls = [joblib.delayed(make)(*key, *where, options.threads, os.getpid()) for key in missing]
+    for count, (run, seed) in enumerate(finished(calls, options.jobs), start=1):
         text = f"run {count} of {len(missing)}: {run.file(Path(), seed).with_suffix('')}"
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 

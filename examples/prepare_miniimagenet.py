@@ -40,6 +40,7 @@ def prepare(options: Options) -> None:
     from rich.progress import track
 
     from .benchmarks.images import CLASSES, PER_CLASS
+    from .run import check_writable
 
     if not options.folder.is_dir():
         raise UsageError(f"no folder {options.folder}")
@@ -48,6 +49,8 @@ def prepare(options: Options) -> None:
         raise UsageError(
             f"expected {CLASSES} subfolders, a class each, in {options.folder}, got {len(folders)}"
         )
+    target = options.root / "miniimagenet"
+    check_writable(target, "ROOT")
     count = sum(PER_CLASS.values())
     x = np.empty((CLASSES, count, SIDE, SIDE, 3), np.uint8)
     for label, folder in enumerate(track(folders, "Reading")):
@@ -57,8 +60,6 @@ def prepare(options: Options) -> None:
         for i, path in enumerate(paths):
             x[label, i] = _image(path)
     names = np.array([folder.name for folder in folders])
-    target = options.root / "miniimagenet"
-    target.mkdir(parents=True, exist_ok=True)
     train = PER_CLASS["train"]
     for part, own in (("train", x[:, :train]), ("test", x[:, train:])):
         labels = np.arange(CLASSES).repeat(own.shape[1])
@@ -72,9 +73,12 @@ def _image(path: Path) -> "np.ndarray":
     from PIL import Image
 
     try:
-        image = np.asarray(Image.open(path).convert("RGB"))
-    except OSError as error:
+        with Image.open(path) as file:
+            mode, image = file.mode, np.asarray(file.convert("RGB"))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UsageError(f"{path} is not an image: {error}") from None
+    if mode.startswith(("I", "F")):
+        raise UsageError(f"expected 8 bits a channel in {path}, got more (mode {mode})")
     if image.shape != (SIDE, SIDE, 3):
         raise UsageError(f"expected {SIDE}x{SIDE} pixels in {path}, got {image.shape[:2]}")
     return image

@@ -57,7 +57,7 @@ class Options:
     data_root: Path = Path("data")
     """Folder that holds the data sets: MNIST/raw/*, cifar-100-python/*, miniimagenet/*.npz."""
     download: bool = False
-    """Download a data set that is missing from the data root."""
+    """Download a data set that is missing from the data root, or is not as published."""
     out: Path = Path(__file__).parent
     """Folder for RESULTS.md and, in results/, one JSON file a run and the CSV files."""
 
@@ -128,6 +128,7 @@ def write_report(out: Path) -> None:
 def _check(options: Options) -> None:
     from .benchmarks import BENCHMARKS
     from .methods import METHODS
+    from .workers import check_parallel
 
     choices = {"table": TABLES, "benchmark": tuple(BENCHMARKS), "method": tuple(METHODS)}
     for name, known in choices.items():
@@ -141,11 +142,7 @@ def _check(options: Options) -> None:
     package = {"dask": "distributed", "ray": "ray"}.get(options.backend)
     if package and not importlib.util.find_spec(package):
         raise UsageError(f"--backend {options.backend}: pip install {package}")
-    if options.threads < 1 or options.jobs == 0:
-        raise UsageError(
-            f"expected --threads >= 1 and --jobs other than 0, got {options.threads} and "
-            f"{options.jobs}"
-        )
+    check_parallel(options.threads, options.jobs)
     if not set(options.seeds) <= set(SEEDS):
         raise UsageError(f"expected --seeds from {SEEDS}, got {options.seeds}")
 
@@ -187,7 +184,7 @@ def _train(rows: Sequence["Row"], folder: Path, options: Options, console: Any) 
         try:
             BENCHMARKS[name](0, options.data_root, options.download)
         except UsageError as error:
-            raise UsageError(f"{error} (or leave {name} out, by --benchmark)") from None
+            raise UsageError(f"{error} (or name the others by --benchmark)") from None
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn())
     times = (TextColumn("runs"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=console) as bars:
@@ -199,9 +196,9 @@ def _train(rows: Sequence["Row"], folder: Path, options: Options, console: Any) 
 def _finished(missing: Sequence["Key"], folder: Path, options: Options) -> Iterator["Key"]:
     """Make the runs in parallel; yield the key of each as it is finished."""
     import joblib
-    from joblib.externals.loky.process_executor import TerminatedWorkerError
 
     from .store import execute
+    from .workers import finished
 
     where = (options.device, options.threads, options.data_root.resolve())
     parent = os.getpid() if options.backend == "loky" else None
@@ -209,13 +206,7 @@ def _finished(missing: Sequence["Key"], folder: Path, options: Options) -> Itera
     with _backend(options):
         # Ray's backend can't give the results one by one.
         each = "list" if options.backend == "ray" else "generator_unordered"
-        try:
-            yield from joblib.Parallel(n_jobs=options.jobs, return_as=each, batch_size=1)(calls)
-        except TerminatedWorkerError:
-            raise UsageError(
-                "a process was killed in its run, maybe for want of memory: what is finished is "
-                "kept; start again, with fewer --jobs"
-            ) from None
+        yield from finished(calls, options.jobs, each)
 
 
 @contextlib.contextmanager

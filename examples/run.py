@@ -129,15 +129,15 @@ def accuracy_matrix(result: dict[str, Any]) -> Tensor:
     return torch.tensor([[torch.nan if a is None else a for a in row] for row in rows])
 
 
-def check_writable(folder: Path) -> None:
-    """Make a folder for results; a UsageError where that can't be done."""
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Make a folder for what is written; a UsageError, which names the option, if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise UsageError(
-            f"can't write results to {folder} ({error.strerror}): pass --out with another folder"
+            f"can't write to {folder} ({error.strerror}): pass {option} with another folder"
         ) from None
 
 

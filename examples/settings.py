@@ -268,4 +268,4 @@ def _is_usable(name: str, kind: type, value: Any) -> bool:
     # A number of something is at least one; no step of the second phase leaves it out.
     least = 1 if kind is int and name != "steps" else 0
     most = 1 if name in ("dropout", "previous") else math.inf
-    return isinstance(value, kind | int) and least <= value <= most
+    return isinstance(value, kind | int) and math.isfinite(value) and least <= value <= most

@@ -14,8 +14,9 @@ import torch
 
 from .benchmarks import BENCHMARKS
 from .errors import UsageError
-from .run import file_name, run, save
+from .run import accuracy_matrix, file_name, run, save
 from .settings import Settings, equals_stored, settings_for
+from .workers import ends_with
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,16 @@ def load(folder: Path, key: Key) -> dict[str, Any] | None:
 
 
 def _check(result: dict[str, Any], key: Key) -> None:
-    """A ValueError or KeyError where a result is not this run's, or lacks what the tables show."""
+    """An error where a result is not this run's, or lacks what the tables and figures show."""
     metrics, flops = result["metrics"], result["relative_flops"]
     always = [metrics["final_accuracy"], flops["predict"], flops["step"]]
     maybe = [metrics["forgetting"], metrics["learning_accuracy"]]  # Joint training has none.
     numbers = always + [value for value in maybe if value is not None]
     same = all(result[name] == getattr(key, name) for name in ("benchmark", "method", "n", "seed"))
+    matrix = accuracy_matrix(result)
     if not same or not all(isinstance(value, int | float) for value in numbers):
+        raise ValueError
+    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
         raise ValueError
 
 
@@ -91,14 +95,10 @@ def execute(
     """Make a run and store its result, unless another process did so meanwhile.
 
     Args:
-        parent: the process that wants it, this one or the one that started this one; without it,
-            the run is given up, and this process ends.
+        parent: the process that wants it: see :func:`.workers.ends_with`.
     """
 
-    def go_on(done: int, total: int) -> None:
-        if parent not in (None, os.getpid(), os.getppid()):
-            os._exit(1)  # An exception would let the process go on with the next run.
-
+    go_on = ends_with(parent)
     go_on(0, 0)
     if load(folder, key):
         return key

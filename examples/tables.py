@@ -26,7 +26,8 @@ LEGEND = (
     "with fewer than five seeds. FLOPs: of a prediction and of a training step, replayed examples "
     "included, a second phase not, single network = 1, as counted; last, the paper's count. Where "
     "the paper's tables print different numbers for one run, the number that its other tables or "
-    "its text support stands in all of them, except that Table 5 has runs of MC-SGD of its own."
+    "its text support stands in all of them, but for rounding, and but for Table 5's MC-SGD, of "
+    "runs of its own."
 )
 _COMPARED = ("paper", "Δ", "z")
 _HEADER = (

@@ -4,8 +4,8 @@
 percent, forgetting a fraction, each with its standard deviation over five seeds. Where the paper's
 tables contradict each other on one run, one number stands in all: Permuted MNIST, S-C n=3: 87.8 ±
 .53 and F .06 (Tables 2 and 5 repeat the line of n=5); miniImageNet: MC-SGD F .05, ensemble 59.1,
-S-C n=2 ± .79; CIFAR-100: h=35 60.5; MNIST, S-C n=3: 1.2 FLOPs (the batch is 10). Table 5's MC-SGD
-on MNIST is printed as runs of its own, and stays.
+S-C n=2 ± .79; CIFAR-100: h=35 60.5; MNIST, S-C n=3: 1.2 FLOPs (the batch is 10). What stays:
+Table 5's MC-SGD on MNIST, printed as runs of its own, and means that differ by rounding.
 """
 
 import functools

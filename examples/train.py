@@ -42,13 +42,15 @@ class Options:
     data_root: Path = Path("data")
     """Folder that holds the data sets: MNIST/raw/*, cifar-100-python/*, miniimagenet/*.npz."""
     download: bool = False
-    """Download a data set that is missing from the data root."""
+    """Download a data set that is missing from the data root, or is not as published."""
     out: Path = Path("runs")
-    """Folder for the results, by benchmark: one JSON file a run, and the figure."""
+    """Folder for the results, by benchmark: one JSON file a run, and the figure. They replace those
+    of the same method, members and seed."""
     tasks: int | None = None
     """Only the first tasks of the benchmark."""
     examples: int | None = None
-    """Only so many training examples of each task."""
+    """Only so many training examples of each task; where tasks have classes of their own, as many
+    of each class, at least one."""
     set: tuple[str, ...] = ()
     """Changes of the settings, as lr=0.05 or connect.steps=20: see examples/settings.py."""
 
@@ -120,6 +122,7 @@ def compare(options: Options) -> None:
     from .benchmarks import BENCHMARKS
     from .methods import METHODS
     from .run import check_writable, run, save
+    from .workers import MOST_THREADS
 
     if not options.method:
         raise UsageError(f"--method needs at least one of {', '.join(METHODS)}")
@@ -135,8 +138,8 @@ def compare(options: Options) -> None:
             raise UsageError(f"--{name} must be at least 1, got {value}")
     if not 0 <= options.seed < 2**63:
         raise UsageError(f"--seed must be from 0 to 2**63 - 1, got {options.seed}")
-    if options.threads > 1024:
-        raise UsageError(f"--threads must be at most 1024, got {options.threads}")
+    if options.threads > MOST_THREADS:
+        raise UsageError(f"--threads must be at most {MOST_THREADS}, got {options.threads}")
     device = usable_device(options.device)
     torch.set_num_threads(options.threads)
     folder = options.out / options.benchmark

@@ -7,7 +7,6 @@ be there, with all their images. A process that makes several runs reads them on
 import functools
 import pickle
 import urllib.error
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from ..errors import UsageError
 
 CLASSES = 100
 PER_CLASS = {"train": 500, "test": 100}
-
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError)
 
 
 @functools.lru_cache(maxsize=1)
@@ -52,7 +49,9 @@ def cifar_100(root: Path, download: bool) -> list[tuple[Tensor, Tensor]]:
                 f"no CIFAR-100 in {folder}: pass --download, or --data-root with a folder that "
                 "holds it"
             ) from None
-        except _DAMAGE as error:
+        except OSError:
+            raise
+        except Exception as error:  # Damage may raise any.
             raise UsageError(
                 f"the CIFAR-100 files in {folder} are damaged ({part}: {error}): remove them, and "
                 "pass --download"
@@ -77,7 +76,9 @@ def miniimagenet(root: Path) -> list[tuple[Tensor, Tensor]]:
                 sets.append(_checked(entry["x"], entry["y"], part, 84))
         except FileNotFoundError:
             raise UsageError(f"no {part}.npz in {folder}: {remedy}") from None
-        except (*_DAMAGE, zipfile.BadZipFile) as error:
+        except OSError:
+            raise
+        except Exception as error:  # Damage may raise any.
             raise UsageError(f"{folder / part}.npz is damaged ({error}): {remedy}") from None
     return sets
 
@@ -94,10 +95,10 @@ def _checked(x: np.ndarray, y: np.ndarray, part: str, side: int) -> tuple[Tensor
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads arrays and plain values only: a file that no checksum vouches for may call nothing."""
+    """Reads arrays and numbers only: a file that no checksum vouches for may call nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
-        arrays = ("ndarray", "dtype", "_reconstruct", "_frombuffer")
+        arrays = ("ndarray", "dtype", "_reconstruct", "_frombuffer", "scalar")
         if (module.split(".")[0] == "numpy" and name in arrays) or (module, name) == (
             "_codecs",
             "encode",

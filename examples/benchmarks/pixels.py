@@ -131,12 +131,15 @@ def _mnist(root: Path, download: bool) -> list[tuple[Tensor, Tensor]]:
                     f"{tuple(data.data.shape)} and {tuple(y.shape)}"
                 )
         except (RuntimeError, OSError, AssertionError, ValueError, EOFError) as error:
-            found = not isinstance(error, OSError) and "not found" not in str(error)
-            if found:
+            missing = isinstance(error, OSError) or any(
+                words in str(error) for words in ("not found", "Error downloading")
+            )
+            if not missing:
                 problem = f"the MNIST files in {folder} are damaged ({error or 'wrong header'})"
                 raise UsageError(f"{problem}: remove them, and pass --download") from None
             if download:
-                raise UsageError(f"MNIST can't be downloaded to {root}: {error}") from None
+                reason = " ".join(str(error).split())
+                raise UsageError(f"MNIST can't be downloaded to {root}: {reason}") from None
             raise UsageError(
                 f"no MNIST in {folder}: pass --download, or --data-root with a folder that holds it"
             ) from None

@@ -85,13 +85,12 @@ def long_costs(name: str, benchmarks: Sequence[str]) -> Figure:
 
     def draw(rows: list[Row]) -> Canvas:
         found = unique(rows, "benchmark")
-        canvas, [line] = panels(1, len(found), 4.0, 3.8)
+        # One scale of costs: else a thousandth would look like twice as much.
+        canvas, [line] = panels(1, len(found), 4.0, 3.8, sharex=True)
         for axes, benchmark in zip(line, found, strict=True):
             own = pick(rows, benchmark=benchmark)
-            for family, (label, colour) in _FAMILIES.items():
-                of_family = pick(own, family=family)
-                below = family == "scaled"  # Its first point is the ensembles' too.
-                _curve(axes, of_family, "paper", "size", label, colour, below)
+            for family, (label, colour, place) in _FAMILIES.items():
+                _curve(axes, pick(own, family=family), "paper", "size", label, colour, place)
             axes.margins(x=0.1)
             axes.set(xlabel=COSTS["paper"], title=TITLES[benchmark])
             axes.grid(alpha=0.3)
@@ -103,7 +102,7 @@ def long_costs(name: str, benchmarks: Sequence[str]) -> Figure:
         out = []
         for benchmark in benchmarks:
             own = [row for row in rows if row["benchmark"] == benchmark]
-            best = {family: _best(own, None, family=family) for family in _FAMILIES}
+            best = _best_of_families(own, _runs(benchmark))
             if not benchmark.startswith("split-"):
                 text = f"{benchmark}: S-C is at least on par (-{CLOSE} at most) with all others"
                 out.append(judge(text, best, _subspace_leads))
@@ -118,25 +117,30 @@ def long_costs(name: str, benchmarks: Sequence[str]) -> Figure:
     return Figure(name, rows, draw, claims, table="parameters")
 
 
+# Label, colour, and where the sizes stand beside the points, in points: each on a side of its own.
 _FAMILIES = {
-    "scaled": ("MC-SGD, width h", COLOURS["mc-sgd"]),
-    "ensemble": ("ensemble MC-SGD, n members", COLOURS["ensemble-mc-sgd"]),
-    "bagging": ("the same, bagging", COLOURS["ensemble-mc-sgd-bagging"]),
-    "subspace": ("Subspace-Connectivity (S-C), n", COLOURS["subspace-connectivity"]),
+    "scaled": ("MC-SGD, width h", COLOURS["mc-sgd"], (5, -11)),
+    "ensemble": ("ensemble MC-SGD, n members", COLOURS["ensemble-mc-sgd"], (5, 4)),
+    "bagging": ("the same, bagging", COLOURS["ensemble-mc-sgd-bagging"], (-10, -11)),
+    "subspace": ("Subspace-Connectivity (S-C), n", COLOURS["subspace-connectivity"], (-10, 4)),
 }
 
 
-def _twenty_tasks(sources: Sources, benchmark: str) -> list[Row]:
+def _runs(benchmark: str) -> list[tuple[str, int, str, int, int | None]]:
+    """The families' runs: family, size, and what the results are stored by."""
     widths = WIDTHS["resnet" if benchmark.startswith("split-") else "mlp"]
     single = single_hidden(benchmark)
-    runs = [
+    return [
         ("scaled", single, "mc-sgd", 1, None),
         *(("scaled", width, "mc-sgd", 1, width) for width in widths),
         ("ensemble", 1, "mc-sgd", 1, None),
         *(("ensemble", n, "ensemble-mc-sgd", n, None) for n in (2, 3)),
         *(("bagging", n, "ensemble-mc-sgd-bagging", n, None) for n in (2, 3)),
-        *(("subspace", n, "subspace-connectivity", n, None) for n in (2, 3, 5)),
+        *(("subspace", n, "subspace-connectivity", n, None) for n in (2, 3)),
     ]
+
+
+def _twenty_tasks(sources: Sources, benchmark: str) -> list[Row]:
     return [
         {
             "benchmark": benchmark,
@@ -147,7 +151,7 @@ def _twenty_tasks(sources: Sources, benchmark: str) -> list[Row]:
             "paper": result["relative_flops"]["paper"],
             "accuracy": result["metrics"]["final_accuracy"],
         }
-        for family, size, method, n, hidden in runs
+        for family, size, method, n, hidden in _runs(benchmark)
         for result in sources.stored(benchmark, method, n, hidden)
     ]
 
@@ -167,8 +171,31 @@ def _paper_count(method: str, n: int, network: nn.Module) -> float:
     return float(n)
 
 
+def _best_of_families(
+    rows: list[Row], runs: Sequence[tuple[str, int, str, int, int | None]]
+) -> dict[str, float | None]:
+    """Each family's highest mean accuracy, over the seeds that all families' runs have."""
+    found = [
+        {row["seed"]: row["accuracy"] for row in pick(rows, family=family, size=size)}
+        for family, size, *_ in runs
+    ]
+    common = set.intersection(*map(set, found))
+    best: dict[str, float | None] = dict.fromkeys(_FAMILIES)
+    for (family, *_), accuracies in zip(runs, found, strict=True):
+        if common:
+            average = sum(accuracies[seed] for seed in common) / len(common)
+            best[family] = max(average, best[family] or average)
+    return best
+
+
 def _curve(
-    axes, rows: list[Row], cost: str, size: str, label: str, colour: str, below: bool = False
+    axes,
+    rows: list[Row],
+    cost: str,
+    size: str,
+    label: str,
+    colour: str,
+    place: tuple[int, int] = (5, 4),
 ) -> None:
     """A point a size, with the standard deviation over the seeds and the size beside it."""
     if not rows:
@@ -177,19 +204,16 @@ def _curve(
     x = [mean(rows, cost, **{size: s}) for s in sizes]
     y = [mean(rows, "accuracy", **{size: s}) for s in sizes]
     errors = [spread(rows, "accuracy", **{size: s}) for s in sizes]
-    marker = "s" if below else "o"
-    axes.errorbar(x, y, errors, marker=marker, capsize=3, color=colour, label=label)
+    axes.errorbar(x, y, errors, marker="o", capsize=3, color=colour, label=label)
     near = {"textcoords": "offset points", "fontsize": 8, "color": colour}
     for one, other, s in zip(x, y, sizes, strict=True):
-        axes.annotate(str(s), (one, other), xytext=(5, -11 if below else 4), **near)
+        axes.annotate(str(s), (one, other), xytext=place, **near)
 
 
-def _best(rows: list[Row], sizes: Sequence[int] | None, **wanted: str) -> float | None:
-    """The highest mean accuracy over the sizes, those that there are where none are given."""
-    size = "n" if sizes else "size"
-    own = pick(rows, **wanted)
-    means = [mean(own, "accuracy", **{size: s}) for s in sizes or unique(own, size)]
-    return max(means) if means and None not in means else None
+def _best(rows: list[Row], sizes: Sequence[int], method: str) -> float | None:
+    """A method's highest mean accuracy over its numbers of members."""
+    means = [mean(rows, "accuracy", method=method, n=n) for n in sizes]
+    return None if None in means else max(means)
 
 
 def _cost(rows: list[Row], cost: str, n: int) -> float | None:

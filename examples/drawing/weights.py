@@ -17,6 +17,7 @@ from torch.func import functional_call
 import ensemblayers as el
 
 from ..benchmarks import BENCHMARKS, Benchmark
+from ..errors import UsageError
 from ..files import whole_file
 from ..methods import Method
 from ..methods.subspace import SubspaceMethod
@@ -24,6 +25,7 @@ from ..run import file_name, run
 from ..settings import Settings, equals_stored, settings_for
 from ..store import Key, keep
 from ..store import load as load_result
+from ..workers import ends_with
 
 Weights = dict[str, Tensor]
 
@@ -130,8 +132,15 @@ def make(
     data_root: Path,
     device: str,
     threads: int,
+    parent: int | None = None,
 ) -> tuple[Run, int]:
-    """Make a run and keep its weights, unless that was done; and its result, if none is stored."""
+    """Make a run and keep its weights, unless that was done; and its result, if none is stored.
+
+    Args:
+        parent: the process that wants it: see :func:`examples.workers.ends_with`.
+    """
+    go_on = ends_with(parent)
+    go_on(0, 0)
     if not is_stored(wanted, seed, folder):
         torch.set_num_threads(threads)
         benchmark = BENCHMARKS[wanted.benchmark](seed, data_root, False)
@@ -144,6 +153,7 @@ def make(
             wanted.n,
             seed,
             torch.device(device),
+            go_on,
             learned=lambda trained: kept.append(member_weights(trained)),
         )
         path = wanted.file(folder, seed)
@@ -176,5 +186,12 @@ def _read(run: Run, seed: int, folder: Path) -> list[Weights] | None:
     path = run.file(folder, seed)
     if not path.exists():
         return None
-    entry = torch.load(path, weights_only=True, mmap=True)
-    return entry["weights"] if equals_stored(run.settings, entry["settings"]) else None
+    try:
+        entry = torch.load(path, weights_only=True, mmap=True)
+        counts = equals_stored(run.settings, entry["settings"])
+        weights = entry["weights"]
+    except Exception as error:
+        if isinstance(error, OSError):
+            raise
+        raise UsageError(f"{path} holds no weights of a run: move it away") from None
+    return weights if counts else None

@@ -117,6 +117,17 @@ def test_damaged_data_says_what_to_do(tmp_path):
         rotated_mnist(0, tmp_path, False)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_a_failed_download_is_no_damage(error, tmp_path, monkeypatch):
+    def fails(*args, **options):
+        raise error("Error downloading images:\nTried here, got:\nno network")
+
+    monkeypatch.setattr("examples.benchmarks.pixels.MNIST", fails)
+    with pytest.raises(UsageError, match=r"can't be downloaded.*no network") as raised:
+        rotated_mnist(0, tmp_path, True)
+    assert "\n" not in str(raised.value)
+
+
 def write_mnist(root, images, labels, left_out=0):
     """MNIST's files with black images: numbers of each in the training and in the test set."""
     folder = root / "MNIST" / "raw"

@@ -3,15 +3,18 @@ import dataclasses
 import functools
 import json
 
+import joblib
 import matplotlib.image
 import pytest
 import torch
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 from torch import nn
 
 import ensemblayers as el
 from examples import store, targets
 from examples.benchmarks import BENCHMARKS, rotated_digits
 from examples.drawing import FIGURES, Sources, hessian, weights
+from examples.drawing.costs import _runs as family_runs
 from examples.drawing.figure import judge
 from examples.drawing.hessian import top_eigenvalues
 from examples.drawing.rows import mean_over_seeds
@@ -131,6 +134,9 @@ def test_the_means_over_the_seeds_go_into_a_file_of_their_own(start, tmp_path):
         (["1", "--benchmark", "foo"], ["foo", "rotated-mnist"]),
         (["1", "--jobs", "0"], ["--jobs"]),
         (["1", "--seeds"], ["seed"]),
+        (["1", "--seeds", "-1"], ["--seeds", "-1"]),
+        (["1", "--seeds", "99999999999999999999"], ["--seeds"]),
+        (["1", "--threads", "2000"], ["--threads", "1024"]),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_status_2(arguments, names, tmp_path, capsys):
@@ -203,6 +209,40 @@ def test_a_part_of_a_run_leaves_no_result(tmp_path):
     wanted = Run("rotated-mnist", "naive", 1, tasks=2)
     weights.make(wanted, 0, tmp_path / "weights", tmp_path / "results", None, "cpu", 1)
     assert wanted.file(tmp_path / "weights", 0).exists() and not (tmp_path / "results").exists()
+
+
+def test_junk_in_place_of_weights_is_one_line_and_status_2(start, tmp_path, capsys):
+    run = FIGURES["12-barrier"].runs[0]
+    path = run.file(tmp_path / "weights", 0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"junk")
+    for arguments in ([], ["--no-train"]):
+        assert start("12", *arguments) == 2
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and f"{path} holds no weights" in message
+    assert path.read_bytes() == b"junk"
+
+
+def test_a_killed_process_of_a_run_is_reported_in_one_line(start, capsys, monkeypatch):
+    def killed(self, calls):
+        raise TerminatedWorkerError("a long message\nof many lines")
+
+    monkeypatch.setattr(joblib.Parallel, "__call__", killed)
+    assert start("12", "--jobs", "2") == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "--jobs" in message
+
+
+@pytest.mark.parametrize("folder", ["results", "weights", "out"])
+def test_folders_that_cannot_be_written_are_found_before_a_run(
+    folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(weights, "run", None)
+    (tmp_path / folder).write_text("a file")
+    folders = [f"--{name}={tmp_path / name}" for name in ("results", "weights", "out")]
+    assert main(["12", *folders]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and f"pass --{folder}" in message
 
 
 def test_weights_count_that_were_kept_before_a_setting_was_there(tmp_path):
@@ -379,12 +419,11 @@ def test_costs_of_the_ablation():
 
 
 def test_costs_on_twenty_tasks():
-    def rows(benchmark, accuracy, paper):
+    def rows(benchmark, accuracy, paper, seed=0):
         return [
-            {"benchmark": benchmark, "family": f, "size": n, "seed": 0, "paper": paper}
+            {"benchmark": benchmark, "family": f, "size": n, "seed": seed, "paper": paper}
             | {"accuracy": accuracy[f]}
-            for f in ("scaled", "ensemble", "bagging", "subspace")
-            for n in (2, 3)
+            for f, n, *_ in family_runs(benchmark)
         ]
 
     accuracy = {"scaled": 80.0, "ensemble": 82.0, "bagging": 79.0, "subspace": 81.8}
@@ -394,6 +433,14 @@ def test_costs_on_twenty_tasks():
     assert claims("6-cost", rows("rotated-mnist", accuracy, 1.2))[1] is False
     accuracy["scaled"] = 83.0
     assert claims("6-cost", rows("split-cifar-100", accuracy, 1.2))[2:4] == [False, False]
+    # A run is missing, or has no seed in common with the others.
+    for row in rows("rotated-mnist", accuracy, 1.2):
+        others = [r for r in rows("rotated-mnist", accuracy, 1.2) if r != row]
+        assert claims("6-cost", others)[1] is None
+        assert claims("6-cost", [*others, row | {"seed": 1}])[1] is None
+    # What only some runs have does not count.
+    more = rows("rotated-mnist", {f: 99.0 for f in accuracy}, 1.2, seed=1)[:-1]
+    assert claims("6-cost", rows("rotated-mnist", accuracy, 1.2) + more)[1] is False
 
 
 def test_simplex_and_noise():

@@ -215,6 +215,9 @@ def test_a_damaged_result_is_named_and_kept(small, tmp_path, capsys, text):
         {"method": "ewc"},
         {"seed": 1},
         {"n": 2},
+        {"accuracy": None},
+        {"accuracy": [[1.0, None], [1.0]]},
+        {"accuracy": [[1.0, None]]},
     ],
 )
 def test_a_result_that_lacks_something_or_is_of_another_run_is_named(
@@ -263,6 +266,7 @@ def test_it_prints_and_writes_what_is_missing_as_missing(small, tmp_path, capsys
         (["results_cnn", "--method", "foo"], ["foo", "mc-sgd"]),
         (["results_cnn", "--seeds", "100"], ["--seeds", "100"]),
         (["results_cnn", "--jobs", "0"], ["--jobs"]),
+        (["results_cnn", "--threads", "99999999999"], ["--threads", "1024"]),
         (["results_cnn", "--backend", "foo"], ["foo", "dask"]),
         (["results_cnn", "--device", "nonsense"], ["--device", "nonsense"]),
         (["results_cnn", "--data-root", "nowhere"], ["nowhere", "--download", "--benchmark"]),

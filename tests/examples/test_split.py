@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import struct
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -37,11 +39,11 @@ def arrays(part, side):
     return random.integers(0, 256, (len(y), side, side, 3), dtype=np.uint8), y
 
 
-def write_cifar(root, protocol=4):
+def write_cifar(root, protocol=4, labels=np.ndarray.tolist):
     (root / "cifar-100-python").mkdir()
     for part in images.PER_CLASS:
         x, y = arrays(part, 32)
-        entry = {"data": x.transpose(0, 3, 1, 2).reshape(len(x), -1), "fine_labels": y.tolist()}
+        entry = {"data": x.transpose(0, 3, 1, 2).reshape(len(x), -1), "fine_labels": labels(y)}
         text = pickle.dumps(entry, protocol=protocol)
         if protocol == 2:  # As the official files have it.
             text = text.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
@@ -219,6 +221,37 @@ def test_missing_files_say_what_to_do(few, tmp_path, name, part):
     WRITE[name](tmp_path)
     (tmp_path / FILES[name].replace("train", part)).unlink()
     with pytest.raises(UsageError, match=remedy):
+        BENCHMARKS[name](0, tmp_path, False)
+
+
+@pytest.mark.parametrize("labels", [list, np.asarray, lambda y: y.astype(float).tolist()])
+def test_labels_may_be_of_any_kind(few, tmp_path, labels):
+    write_cifar(tmp_path, labels=labels)
+    data = BENCHMARKS["split-cifar-100"](0, tmp_path, False)
+    assert torch.equal(data.train[1], torch.from_numpy(arrays("train", 32)[1]))
+
+
+def test_damage_inside_compressed_images_says_what_to_do(few, tmp_path):
+    path = tmp_path / FILES["split-miniimagenet"]
+    path.parent.mkdir()
+    x, y = arrays("train", 84)
+    np.savez_compressed(path, x=x, y=y)
+    text = bytearray(path.read_bytes())
+    text[2000:2050] = bytes(50)
+    path.write_bytes(text)
+    with pytest.raises(UsageError, match=r"train.npz is damaged.*prepare_miniimagenet"):
+        BENCHMARKS["split-miniimagenet"](0, tmp_path, False)
+
+
+@pytest.mark.parametrize("name", WRITE)
+@pytest.mark.parametrize("error", [MemoryError, ImportError, RuntimeError, zlib.error])
+def test_whatever_damage_raises_is_one_line(few, tmp_path, monkeypatch, name, error):
+    def fails(*args):
+        raise error("broken")
+
+    WRITE[name](tmp_path)
+    monkeypatch.setattr(images, "_checked", fails)
+    with pytest.raises(UsageError, match=r"damaged.*broken"):
         BENCHMARKS[name](0, tmp_path, False)
 
 
@@ -424,7 +457,18 @@ def test_prepared_images_are_read_as_a_benchmark(folder, tmp_path, capsys):
         assert entry["wnids"].tolist() == sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("fault", ["nowhere", "classes", "count", "size", "text"])
+def broken_png(image, path):
+    """An image whose data end in a chunk without a name."""
+    image.save(path)
+    text = path.read_bytes()
+    at = text.index(b"IDAT") - 4
+    short = struct.pack(">I", 5) + text[at + 4 : at + 13] + struct.pack(">I", 0)
+    path.write_bytes(text[:at] + short + struct.pack(">I", 4) + bytes(12))
+
+
+@pytest.mark.parametrize(
+    "fault", ["nowhere", "classes", "count", "size", "text", "chunk", "16 bits", "target"]
+)
 def test_what_cannot_be_prepared_is_one_line_and_status_2(folder, tmp_path, capsys, fault):
     path = folder / "n042" / "42-3.png"
     if fault == "nowhere":
@@ -435,11 +479,21 @@ def test_what_cannot_be_prepared_is_one_line_and_status_2(folder, tmp_path, caps
         path.unlink()
     elif fault == "size":
         Image.new("RGB", (84, 83)).save(path)
+    elif fault == "chunk":
+        broken_png(Image.new("RGB", (84, 84)), path)
+        with pytest.raises(SyntaxError):
+            Image.open(path).load()
+    elif fault == "16 bits":
+        Image.fromarray(np.full((84, 84), 40_000, np.uint16)).save(path)
+    elif fault == "target":
+        (tmp_path / "root").write_text("a file")
+        path.write_text("no image")  # Not read.
     else:
         path.write_text("no image")
     assert prepare([str(folder), str(tmp_path / "root")]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    named = {"nowhere": "nowhere", "classes": "101", "count": "n042"}.get(fault, path.name)
+    names = {"nowhere": "nowhere", "classes": "101", "count": "n042", "target": "root"}
+    named = names.get(fault, path.name)
     assert named in message
     assert not list(tmp_path.glob("root/*/*"))

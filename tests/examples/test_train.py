@@ -53,6 +53,8 @@ def test_main_job_leaves_results_and_a_figure(tmp_path, capsys):
         (["--set", "lr=fast"], ["lr=fast"]),
         (["--set", "lr=-1"], ["lr=-1"]),
         (["--set", "lr=True"], ["lr=True"]),
+        (["--set", "lr=1e999"], ["lr=1e999"]),
+        (["--set", "batch=2", "--method", "batch-ensemble"], ["batch of 2", "3 members"]),
         (["--set", "batch=0"], ["batch=0"]),
         (["--set", "batch=2.5"], ["batch=2.5"]),
         (["--set", "epochs=0"], ["epochs=0"]),
