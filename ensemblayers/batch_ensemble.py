@@ -353,12 +353,10 @@ class BatchEnsemble(PlainKeys):
         if n not in (None, self.n):
             raise ValueError(f"expected layers of n={n} members, got n={self.n}")
         self.train_fold = train
-        layers = [m for m in module.modules() if isinstance(m, Assigned)]
         # One for all wrappers of a module, so that each of them tells its layers.
-        found = (m.assignment for m in layers if m.assignment is not None)
+        found = (m.assignment for m in self._assigned() if m.assignment is not None)
         self.assignment = next(found, None) or Assignment()
-        for layer in layers:
-            layer.assignment = self.assignment
+        self._assign()
 
     def forward(self, *args: Any, members: Tensor | None = None, **kwargs: Any) -> Any:
         if members is None and (not self.training or self.train_fold == "repeat"):
@@ -374,11 +372,20 @@ class BatchEnsemble(PlainKeys):
                 f"expected a batch that divides by n={self.n} members (train='split'), "
                 f"got {rows} rows; drop the last batch, or use train='repeat'"
             )
+        if members is not None and not torch.compiler.is_compiling():
+            self._assign()  # Layers may have been put in since.
         return self.assignment.run(members, self.module, *args, **kwargs)
 
     def every_member(self, args: Any, kwargs: Any) -> Any:
         """The whole batch through every member: ``[B, ...]`` to ``[n, B, ...]``."""
         return self.assignment.run(None, repeat_forward, self.module, self.n, args, kwargs)
+
+    def _assigned(self) -> list[Assigned]:
+        return [m for m in self.module.modules() if isinstance(m, Assigned)]
+
+    def _assign(self) -> None:
+        for layer in self._assigned():
+            layer.assignment = self.assignment
 
     def _check_members(self, members: Tensor, rows: int) -> None:
         functional.check_index(members)

@@ -362,7 +362,12 @@ def _chosen(
 
 # Known classes of this kind, by name: torchvision is optional.
 _OPAQUE = {
-    f"torchvision.models.swin_transformer.ShiftedWindowAttention{version}" for version in ("", "V2")
+    f"torchvision.models.{name}"
+    for name in (
+        "swin_transformer.ShiftedWindowAttention",
+        "swin_transformer.ShiftedWindowAttentionV2",
+        "video.swin_transformer.ShiftedWindowAttention3d",
+    )
 }
 
 

@@ -1,5 +1,7 @@
 """BatchNorm folded into the BatchEnsemble layers before it, for evaluation."""
 
+import inspect
+
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -67,8 +69,25 @@ class _FoldedNorm1d(nn.Identity):
 
 
 def _pairs(model: nn.Module) -> list[tuple[str, str]]:
-    """The names of the layers and norms that follow each other and nothing else."""
-    graph = _Tracer().trace(model)
+    """The names of the layers and norms that follow each other and nothing else.
+
+    With optional arguments left out and with them given, as far as torch.fx can trace the two: it
+    can't where a given one decides on a branch.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    left_out = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
+    found, error = [], None
+    for concrete in (left_out, {}) if left_out else ({},):
+        try:
+            found.append(_pairs_of(model, _Tracer().trace(model, concrete_args=concrete)))
+        except Exception as caught:  # As many kinds as there is code.
+            error = caught
+    if not found and error:
+        raise error
+    return [pair for pair in found[0] if all(pair in other for other in found)]
+
+
+def _pairs_of(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     calls: dict[int, int] = {}
     for node in graph.nodes:
@@ -85,10 +104,18 @@ def _pairs(model: nn.Module) -> list[tuple[str, str]]:
         layer, norm = modules[before.target], modules[node.target]
         once = calls[id(layer)] == calls[id(norm)] == 1
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (layer, norm))
-        folds = isinstance(layer, BatchEnsembleLayer) and norm.running_mean is not None
-        if once and folds and not hooked:
+        if once and not hooked and _folds(layer, norm):
             found.append((before.target, node.target))
     return found
+
+
+def _folds(layer: nn.Module, norm: _BatchNorm) -> bool:
+    """Whether a layer is a BatchEnsemble's, and its outputs are the norm's channels."""
+    if not isinstance(layer, BatchEnsembleLayer) or norm.running_mean is None:
+        return False
+    if isinstance(layer, BatchEnsembleLinear) and not isinstance(norm, nn.BatchNorm1d):
+        return False
+    return norm.num_features == layer.s.shape[-1]
 
 
 @torch.no_grad()

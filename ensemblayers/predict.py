@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._module import check_module, check_outermost
+from ._own_inputs import OwnInputs
 from .batch_ensemble import (
     BatchEnsemble,
     BatchEnsembleLayer,
@@ -21,7 +22,7 @@ from .stacked import StackedEnsemble, stack_outputs
 from .subspace import SubspaceLayer
 
 
-def members(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def members(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Outputs of all members for one batch: ``[n, B, ...]``, whatever the kind of ensemble.
 
     The members of a subspace are its vertices; a plain module counts as one member. The model's
@@ -50,10 +51,12 @@ def members(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, BatchEnsemble):
             return model.every_member(args, kwargs)
         return repeat_forward(model, batch_ensemble_size(model), args, kwargs)
-    outputs = []
-    for vertex in range(vertex_count(model)) if kinds else [None]:
-        with at(model, vertex=vertex) if kinds else contextlib.nullcontext():
-            outputs.append(model(*args, **kwargs))
+    if not kinds:
+        return stack_outputs([model(*args, **kwargs)])
+    inputs, outputs = OwnInputs(), []
+    for vertex in range(vertex_count(model)):
+        with at(model, vertex=vertex):
+            outputs.append(inputs.call("vertex", lambda a, k: model(*a, **k), args, kwargs))
     return stack_outputs(outputs)
 
 
@@ -160,7 +163,8 @@ def ensemble_loss(
             divided by n, which divides every member's learning rate by n.
 
     Shape:
-        - logits: ``[n, B, ...]``
+        - logits: ``[n, B, ...]``; not the ``[B, ...]`` of a BatchEnsemble in training, whose rows
+          are divided among the members: their loss is ``loss(logits, target)``
         - target: ``[B, ...]``, the same for all members
         - Output: a scalar
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import threading
@@ -20,6 +21,7 @@ from ._batched import batched_layers, run_batched
 from ._gradients import is_eager, unbind
 from ._input import first_layer
 from ._module import PlainKeys, copy_module, own_parameters
+from ._own_inputs import OwnInputs
 from .simplex import check_member
 
 
@@ -27,8 +29,10 @@ class StackedEnsemble(PlainKeys):
     """n independent networks of one architecture, in one call.
 
     The parameters and buffers are those of the members, stacked: ``[n, *shape]`` under the
-    members' names, leaves that an optimizer trains as each member's own optimizer would. The
-    members given are not changed and not kept. Random layers differ among the members; BatchNorm's
+    members' names, leaves that an elementwise optimizer (SGD, AdamW) trains as each member's own
+    would. Initialise them by :meth:`reset_parameters`: functions of torch.nn.init take a stack for
+    one weight. The members given are not changed and not kept; what a member does to its input in
+    place, no other sees. Random layers differ among the members; BatchNorm's
     statistics are each member's own. Activation checkpointing goes around the ensemble, not inside
     its members. Several threads may call an ensemble; while one is built, no other thread may call
     a model (torch.fx's tracing holds for the whole process).
@@ -100,6 +104,8 @@ class StackedEnsemble(PlainKeys):
             self._why_loop = "attributes that differ among the members or are tensors"
         elif any(isinstance(m, _EMBEDDINGS) and m.sparse for m in first.modules()):
             self._why_loop = "sparse gradients"
+        self._embeds = any(isinstance(m, _EMBEDDINGS) for m in first.modules())
+        self._inputs = OwnInputs()
         self._told = False
         self._lock = _Lock()
         # The training modes and autocast dtypes in which it worked.
@@ -255,6 +261,8 @@ class StackedEnsemble(PlainKeys):
         parameters, buffers = self._tensors()
         # One unbind, not n selects: the backward pass of a select fills all n members with zeros.
         unbound = {p: unbind(p) for p in parameters.values()}
+        for p in self._written_weights():
+            unbound[p] = tuple(p[i] for i in range(self.n))
         rows = {name: unbound[p] for name, p in parameters.items()}
         attributes = [] if self._skeletons else _snapshot(self.module)
         outputs = []
@@ -262,8 +270,9 @@ class StackedEnsemble(PlainKeys):
             own = {name: row[i] for name, row in rows.items()}
             before = {name: b[i] for name, b in buffers.items()}
             own.update(before)
+            call = functools.partial(_call, self._caller(i), own)
             a, k = _of_member(i, in_dims, args, kwargs)
-            outputs.append(functional_call(self._caller(i), own, a, k, tie_weights=False))
+            outputs.append(self._inputs.call(("loop", self.training), call, a, k))
             for name, old in before.items():
                 if own[name] is not old:  # The module assigned a new tensor to its buffer.
                     buffers[name][i].copy_(own[name])
@@ -272,6 +281,13 @@ class StackedEnsemble(PlainKeys):
             if not self._skeletons and _changed(self.module, attributes):
                 self._part(i, attributes)
         return stack_outputs(outputs)
+
+    def _written_weights(self) -> list[Tensor]:
+        """The weights that layers scale in place, which rows of an unbind don't allow."""
+        if not self._embeds:
+            return []
+        layers = (m for m in self.module.modules() if isinstance(m, _EMBEDDINGS))
+        return [m.weight for m in layers if m.max_norm is not None]
 
     def _part(self, i: int, before: list[dict[str, Any]]) -> None:
         """Give each member its own attributes: the module's are now those of member i."""
@@ -294,13 +310,15 @@ class StackedEnsemble(PlainKeys):
 
         def call(parameters: dict, buffers: dict, args: Any, kwargs: Any) -> Any:
             own = {**parameters, **buffers}
-            with mapped_autocast(device):
-                out = functional_call(self.module, own, args, kwargs, tie_weights=False)
+            with mapped_autocast(device), _without_fast_path():
+                out = _call(self.module, own, args, kwargs)
             if any(own[name] is not b for name, b in buffers.items()):
                 raise RuntimeError("a buffer was assigned, not updated in place")
             return out
 
         batched = vmap(call, in_dims=(0, 0, *in_dims), randomness="different")
+        members = functools.partial(batched, parameters, buffers)
+        kind = "vmap", self.training
 
         def restore() -> None:
             _restore(self.module, attributes)
@@ -309,7 +327,7 @@ class StackedEnsemble(PlainKeys):
                     b.copy_(saved[name])
 
         def attempt() -> Any:
-            out = batched(parameters, buffers, args, kwargs)
+            out = self._inputs.call(kind, members, args, kwargs)
             if _changed(self.module, attributes):
                 raise RuntimeError("an attribute was assigned")
             return out
@@ -320,7 +338,8 @@ class StackedEnsemble(PlainKeys):
                 return
             own = {name: t[0] for name, t in (*parameters.items(), *buffers.items())}
             a, k = _of_member(0, in_dims, args, kwargs)
-            alone = functional_call(self.module, own, a, k, tie_weights=False)
+            member = functools.partial(_call, self.module, own)
+            alone = self._inputs.call(kind, member, a, k)
             if (mapped := _dtypes(out)) != (expected := _dtypes(alone)):
                 raise RuntimeError(f"autocast gives {mapped} where a member has {expected}")
 
@@ -394,6 +413,24 @@ class _Lock:
 
     def __exit__(self, *exception: object) -> None:
         self._lock.release()
+
+
+def _call(module: nn.Module, own: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    return functional_call(module, own, args, kwargs, tie_weights=False)
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """No inference kernels in attention: mapped parameters look as if they needed no gradients."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _take_over(stacked: Tensor, i: int, row: Tensor) -> None:

@@ -367,3 +367,18 @@ def test_an_index_of_inference_mode():
         index = torch.zeros(5, dtype=torch.long)
     with torch.no_grad():
         assert model(torch.randn(5, 4), members=index).shape == (5, 3)
+
+
+@pytest.mark.parametrize("by", ["index", "random"])
+def test_a_layer_that_was_put_in_later_reads_the_index(by):
+    model, shape = network("linear")
+    model.module[2] = el.BatchEnsembleLinear(4, 6, n=3, init="normal").double()
+    x, members = torch.randn(7, *shape, dtype=torch.float64), torch.tensor([2, 0, 0, 1, 2, 2, 0])
+    if by == "random":
+        torch.manual_seed(1)
+        members = torch.randint(3, (7,))
+        torch.manual_seed(1)
+        y = model.train()(x)
+    else:
+        y = model(x, members=members)
+    torch.testing.assert_close(y, by_row(model, x, members))

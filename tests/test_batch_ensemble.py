@@ -633,3 +633,30 @@ def test_export_with_any_number_of_rows(training):
     exported = torch.export.export(model, (torch.randn(8, 6),), dynamic_shapes=(({0: rows},),))
     x = torch.randn(20, 6)
     torch.testing.assert_close(exported.module()(x), model(x))
+
+
+class WithMembers(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, members):
+        return self.model(x, members=members)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_export_with_any_batch_from_one_row_on(indexed, strict):
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+    model = el.to_batch_ensemble(net, n=3, init="normal").eval()
+    x, rows = torch.randn(6, 2, 4, 4), torch.export.Dim("rows")
+    whole = WithMembers(model) if indexed else model
+
+    def inputs(x):
+        return (x, torch.randint(3, (len(x),))) if indexed else (x,)
+
+    sizes = ({0: rows}, {0: rows}) if indexed else (({0: rows},),)
+    exported = torch.export.export(whole, inputs(x), dynamic_shapes=sizes, strict=strict)
+    for count in (1, 2, 3, 50):
+        given = inputs(torch.randn(count, 2, 4, 4))
+        torch.testing.assert_close(exported.module()(*given), whole(*given))

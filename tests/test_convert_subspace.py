@@ -10,6 +10,7 @@ from plain import assert_at, explicit, flat, leaf, scatter_
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torchvision.models import SwinTransformer, VisionTransformer, resnet18, vit_b_16
+from torchvision.models.video import SwinTransformer3d
 
 import ensemblayers as el
 
@@ -648,10 +649,16 @@ def test_children_that_are_read_and_not_called_are_at_the_point():
             torch.testing.assert_close(model(x), el.member(model, i)(x), rtol=0, atol=0)
 
 
-def test_a_windowed_transformer_equals_the_source():
-    source = without_zeros(SwinTransformer([2, 2], 8, [1, 1], [2, 2], [4, 4], num_classes=5)).eval()
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_windowed_transformer_equals_the_source(dims):
+    options = {"depths": [1, 1], "num_heads": [2, 2], "num_classes": 5}
+    if dims == 2:
+        source = SwinTransformer([2, 2], 8, window_size=[4, 4], **options)
+    else:
+        source = SwinTransformer3d([2, 2, 2], 8, window_size=[2, 4, 4], **options)
+    source = without_zeros(source).eval()
     model = el.to_subspace(source, n=2).eval()
-    x = torch.randn(2, 3, 16, 16)
+    x = torch.randn(2, 3, *(16,) * dims)
     el.set_point(model, vertex=0)
     assert torch.equal(model(x), source(x))
 

@@ -102,3 +102,49 @@ def test_a_layer_or_norm_with_hooks_stays(which):
     folded = el.fold_norms(net)
     assert isinstance(folded.module[1], nn.BatchNorm1d)
     torch.testing.assert_close(folded(x), net(x))
+
+
+class Optional(nn.Module):
+    """The norm follows the layer only where an optional argument is given, or only where not."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.given = given
+
+    def forward(self, x, cond=None):
+        y = self.layer(x)
+        if (cond is not None) != self.given:
+            y = y.relu()
+        return self.norm(y)
+
+
+class Flag(nn.Module):
+    """torch.fx can't trace a branch on a flag that it does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x, features=False):
+        y = self.norm(self.layer(x))
+        return y if features else y.relu()
+
+
+@pytest.mark.parametrize("build", [lambda: Optional(True), lambda: Optional(False), Flag])
+def test_optional_arguments(build):
+    model, x = trained(build(), (3, 5, 5))
+    folded = el.fold_norms(model)
+    for options in ({}, {"features": True} if build is Flag else {"cond": 1}):
+        torch.testing.assert_close(folded(x, **options), model(x, **options))
+    assert isinstance(folded.module.norm, nn.Identity) == (build is Flag)
+
+
+@pytest.mark.parametrize(
+    "norm, shape", [(nn.BatchNorm1d(5), (5, 3)), (nn.BatchNorm2d(5), (5, 2, 3))]
+)
+def test_a_norm_of_other_channels_than_the_layers_outputs_stays(norm, shape):
+    model, x = trained(nn.Sequential(nn.Linear(3, 4), norm), shape)
+    folded = el.fold_norms(model)
+    assert type(folded.module[1]) is type(model.module[1])
+    torch.testing.assert_close(folded(x), model(x))

@@ -85,7 +85,7 @@ def plain_linear(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor |
         - x: ``[n * b, in]``, weight: ``[out, in]``, r: ``[n, in]``, s and bias: ``[n, out]``
         - Output: ``[n * b, out]``
     """
-    n, (rows, inner) = len(r), x.shape
+    n, (rows, inner) = r.shape[0], x.shape  # len() would make a size of an export constant.
     scaled = x.reshape(n, rows // n, inner) * r.unsqueeze(1).to(x.dtype)
     y = torch.nn.functional.linear(scaled, weight)
     s = s.unsqueeze(1).to(y.dtype)  # Under autocast y's dtype is not that of the others.
@@ -152,10 +152,10 @@ def _in_cpp(x: Tensor, weight: Tensor, r: Tensor, s: Tensor, bias: Tensor | None
         and (dtype == torch.float32 or dtype == torch.float64)
         and dtype == weight.dtype == r.dtype == s.dtype
         and (bias is None or bias.dtype == dtype)
+        and writes_gradients(x, weight, r, s, bias)  # Before the rows, which an export leaves open.
         and x.shape[0] >= LEAST_ROWS * r.shape[0]
         and _fit(x, weight, r, s, bias)
         and weight.is_contiguous()
-        and writes_gradients(x, weight, r, s, bias)
         and not torch.is_autocast_enabled("cpu")
         and native.available()
     )

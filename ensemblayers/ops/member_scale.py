@@ -50,8 +50,9 @@ def plain_scale(x: Tensor, scale: Tensor, shift: Tensor | None, members: Tensor 
 def _folded(x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """x as ``[groups, b, channels, *space]``, and factors ``[groups, channels]`` to broadcast."""
     # An empty batch leaves no -1 to infer.
-    folded = x.unflatten(0, (len(factors), x.shape[0] // len(factors)))
-    return folded, factors.reshape(len(factors), 1, -1, *(1,) * (folded.dim() - 3))
+    groups = factors.shape[0]  # len() would make a size of an export constant.
+    folded = x.unflatten(0, (groups, x.shape[0] // groups))
+    return folded, factors.reshape(groups, 1, -1, *(1,) * (folded.dim() - 3))
 
 
 def plain_scale_backward(

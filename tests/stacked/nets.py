@@ -165,6 +165,11 @@ class Noisy(Branch):
         return super().forward(nn.functional.dropout(x, 0.5))
 
 
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, value=x)[0]
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

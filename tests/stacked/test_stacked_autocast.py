@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nets import QUIET
+from nets import QUIET, SelfAttention
 from torch import nn
 
 import ensemblayers as el
@@ -27,11 +27,6 @@ def test_autocast_is_the_members(dtype, strategy):
     torch.testing.assert_close(y, z)
     y.float().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in ensemble.parameters())
-
-
-class SelfAttention(nn.MultiheadAttention):
-    def forward(self, x):
-        return super().forward(x, x, value=x)[0]
 
 
 class ByKeyword(nn.Linear):

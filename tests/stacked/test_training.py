@@ -9,6 +9,7 @@ from nets import (
     QUIET,
     Noisy,
     Recurrent,
+    SelfAttention,
     Tied,
     assert_members,
     conv,
@@ -268,3 +269,47 @@ def test_sparse_gradients_are_the_members(rows, strategy):
         weight = model[0].weight
         want = torch.autograd.grad(model(x).square().sum(), weight)[0].to_dense()
         torch.testing.assert_close(got.to_dense()[i], want if i != 1 else torch.zeros_like(want))
+
+
+ATTENTION = {
+    "attention": lambda: SelfAttention(8, 2, batch_first=True),
+    "layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    "encoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+@each_strategy
+def test_attention_has_gradients_in_evaluation(kind, strategy):
+    models = [ATTENTION[kind]().double().eval() for _ in range(3)]
+    ensemble = el.StackedEnsemble(models, strategy=strategy)
+    x = torch.randn(4, 5, 8, dtype=torch.float64)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    y, z = ensemble(x, shared=True), torch.stack([model(x) for model in models])
+    assert ensemble._use_vmap() == (strategy == "vmap")
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+    torch.testing.assert_close(y, z)
+    y.pow(2).sum().backward()
+    z.pow(2).sum().backward()
+    for name, p in ensemble.module.named_parameters():
+        own = torch.stack([model.get_parameter(name).grad for model in models])
+        torch.testing.assert_close(p.grad, own)
+
+
+@each_strategy
+@pytest.mark.parametrize("rows", [11, 5000])
+def test_embeddings_that_scale_their_weight(rows, strategy):
+    models = [
+        nn.Sequential(nn.Embedding(rows, 64, max_norm=1.0), nn.Linear(64, 2)) for _ in range(3)
+    ]
+    ensemble = el.StackedEnsemble(models, strategy=strategy)
+    x = torch.randint(rows, (6,))
+    y, z = ensemble(x), torch.stack([model(x) for model in models])
+    torch.testing.assert_close(y, z)
+    y.pow(2).sum().backward()
+    z.pow(2).sum().backward()
+    weight = ensemble.module[0].weight
+    torch.testing.assert_close(weight, torch.stack([model[0].weight for model in models]))
+    torch.testing.assert_close(weight.grad, torch.stack([m[0].weight.grad for m in models]))
