@@ -649,7 +649,7 @@ class WithMembers(nn.Module):
 def test_export_with_any_batch_from_one_row_on(indexed, strict):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
     model = el.to_batch_ensemble(net, n=3, init="normal").eval()
-    x, rows = torch.randn(6, 2, 4, 4), torch.export.Dim("rows")
+    x, rows = torch.randn(6, 2, 4, 4), torch.export.Dim.DYNAMIC
     whole = WithMembers(model) if indexed else model
 
     def inputs(x):
