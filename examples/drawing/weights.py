@@ -190,8 +190,8 @@ def _read(run: Run, seed: int, folder: Path) -> list[Weights] | None:
         entry = torch.load(path, weights_only=True, mmap=True)
         counts = equals_stored(run.settings, entry["settings"])
         weights = entry["weights"]
-    except Exception as error:
-        if isinstance(error, OSError):
-            raise
+    except OSError:
+        raise
+    except Exception:
         raise UsageError(f"{path} holds no weights of a run: move it away") from None
     return weights if counts else None
