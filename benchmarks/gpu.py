@@ -48,7 +48,7 @@ from .gpu_bench import LIMITS, Bench, Plan, Report, dtype_of, error, precision
 ROOT = Path(__file__).parents[1]
 # Those that run otherwise where there is a GPU.
 TESTS = sorted(map(str, ROOT.glob("tests/ops/test_*_triton.py")))
-TESTS += ["tests/test_optim.py", "tests/examples/test_graphs.py"]
+TESTS += ["tests/optim", "tests/examples/test_graphs.py"]
 
 # -------------------------------------------------------------------------------------- 1 bandwidth
 

@@ -1,0 +1,122 @@
+"""The point that the model holds: drawn, the midpoint, or set; and what is not overwritten."""
+
+import copy
+
+import pytest
+import torch
+from explicit import backward, close, net
+
+from ensemblayers.optim import SubspaceSGD
+
+
+def test_eval_holds_the_midpoint_and_train_the_same_draw_again():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    drawn = [p.detach().clone() for p in model.parameters()]
+    opt.eval()
+    close(model.parameters(), [v.mean(0) for v in opt.vertices()])
+    opt.train()
+    close(model.parameters(), drawn, rtol=0, atol=0)
+
+
+def test_a_step_at_the_midpoint_is_an_error_that_says_what_to_call():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3)
+    opt.eval()
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"train\(\)"):
+        opt.step()
+
+
+def test_following_a_model_is_enough():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    handle = opt.follow(model)
+    model.eval()
+    model(torch.zeros(1, 5).double())
+    close(model.parameters(), [v.mean(0) for v in opt.vertices()])
+    model.train()
+    backward(model)
+    opt.step()
+    handle.remove()
+    drawn = [p.detach().clone() for p in model.parameters()]
+    model.eval()(torch.zeros(1, 5).double())
+    close(model.parameters(), drawn, rtol=0, atol=0)
+
+
+def test_a_point_that_was_set_stays_and_is_trained():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    opt.set_point([0.0, 1.0, 0.0])
+    before = [v.clone() for v in opt.vertices()]
+    close(model.parameters(), [v[1] for v in before])
+    backward(model)
+    opt.step()
+    close(model.parameters(), [v[1] for v in opt.vertices()])
+    for old, new in zip(before, opt.vertices(), strict=True):
+        assert torch.equal(old[0], new[0]) and not torch.equal(old[1], new[1])
+    opt.set_point(None)
+    assert not torch.equal(opt.alpha, torch.tensor([0.0, 1.0, 0.0]).double())
+    with pytest.raises(ValueError, match=r"\[3\].*\[2\]"):
+        opt.set_point([0.5, 0.5])
+
+
+def test_exported_vertices_are_plain_networks():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    for i in (0, 2, -1):
+        close(opt.export(i), [v[i] for v in opt.vertices()], rtol=0, atol=0)
+    opt.export(0)[0].zero_()
+    assert opt.vertices()[0].count_nonzero()
+    with pytest.raises(ValueError, match="3"):
+        opt.export(3)
+
+
+def test_weights_loaded_into_the_model_are_not_undone_in_silence():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3)
+    model.load_state_dict(net().state_dict())
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"restart\(\)"):
+        opt.step()
+    held = [p.detach().clone() for p in model.parameters()]
+    opt.restart()
+    close([v[0] for v in opt.vertices()], held, rtol=0, atol=0)
+    opt.step()
+
+
+def test_weights_that_were_swapped_out_and_back_are_no_error():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3)
+    saved = copy.deepcopy(model.state_dict())
+    model.load_state_dict(net().state_dict())
+    model.load_state_dict(saved)
+    backward(model)
+    opt.step()
+
+
+@pytest.mark.parametrize("overwrite", ["eval", "train", "set_point", "a forward pass"])
+def test_nothing_overwrites_loaded_weights_in_silence(overwrite):
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    opt.follow(model)
+    if overwrite == "train":
+        opt.eval()
+    best = net().state_dict()
+    model.load_state_dict(best)
+    with pytest.raises(RuntimeError, match=r"restart\(\)"):
+        if overwrite == "a forward pass":
+            model.eval()(torch.zeros(1, 5).double())
+        else:
+            getattr(opt, overwrite)(*([[1.0, 0.0, 0.0]] if overwrite == "set_point" else []))
+    close(model.state_dict().values(), best.values(), rtol=0, atol=0)
+
+
+def test_a_released_point_leaves_what_the_mode_asks_for():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    opt.eval()
+    opt.set_point([0.0, 1.0, 0.0])
+    close(model.parameters(), opt.export(1))
+    opt.set_point(None)
+    close(model.parameters(), [v.mean(0) for v in opt.vertices()])
