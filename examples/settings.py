@@ -119,8 +119,9 @@ _SHORT_ROTATED = {
 
 # Images: a reduced ResNet, and no dropout. Open in the paper: what is open on MNIST; for
 # miniImageNet, EWC and A-GEM (as naive SGD here), and the first learning rates of Stable SGD and
-# MC-SGD. By pilots on CIFAR-100 (PILOTS.md), the weights that the paper prints, .8 and .7, are the
-# new solution's, and the second phase is 10 steps with the mean of the past losses.
+# MC-SGD (by a pilot, of its grid). By pilots on CIFAR-100 (PILOTS.md), the weights that the paper
+# prints, .8 and .7, are the new solution's, and the second phase is 10 steps with the mean of the
+# past losses.
 _IMAGES = Settings(lr=0.1, hidden=20, buffer=100, sigma=0.1, fisher_steps=50)
 _CIFAR_NAIVE = replace(_IMAGES, lr=0.01)
 _MINI_NAIVE = replace(_IMAGES, lr=0.03)
@@ -159,7 +160,9 @@ _MINI = {
     "er-reservoir": _IMAGES,
     "stable-sgd": replace(_IMAGES, decay=0.8, momentum=0.8),
     "multitask": replace(_IMAGES, lr=0.05),
-    "mc-sgd": _connected(replace(_IMAGES, decay=0.9, momentum=0.7), 0.3, lr=0.01, samples=5),
+    "mc-sgd": _connected(
+        replace(_IMAGES, lr=0.01, decay=0.9, momentum=0.7), 0.3, lr=0.01, samples=5
+    ),
     "subspace-connectivity": _connected(
         replace(_IMAGES, lr=0.15, decay=0.95), 0.3, lr=0.05, samples=3
     ),

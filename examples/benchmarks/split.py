@@ -99,9 +99,14 @@ def split_cifar_100_5(seed: int, root: Path, download: bool) -> SplitTasks:
 
 
 def split_miniimagenet(seed: int, root: Path, download: bool) -> SplitTasks:
-    """miniImageNet in 20 tasks of five classes."""
-    train, test = images.miniimagenet(root)
-    return SplitTasks("split-miniimagenet", train, _shuffled(*test))
+    """miniImageNet in 20 tasks of five classes, drawn without replacement: another order each seed.
+
+    In the order of the files the classes of a task are of one kind: birds, dogs, and so on.
+    """
+    order = torch.randperm(images.CLASSES, generator=torch.Generator().manual_seed(seed))
+    place = order.argsort()
+    (x, y), (test_x, test_y) = images.miniimagenet(root)
+    return SplitTasks("split-miniimagenet", (x, place[y]), _shuffled(test_x, place[test_y]))
 
 
 def _shuffled(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -114,6 +114,26 @@ def test_tasks_are_the_classes_in_the_order_of_their_labels(few, tmp_path, name)
     assert len((joint[0] // 5).unique()) > 1
 
 
+def test_the_classes_of_miniimagenet_are_in_an_order_drawn_for_each_seed(few, tmp_path):
+    write_mini(tmp_path)
+    stored = images.miniimagenet(tmp_path)
+    orders = []
+    for seed in (0, 1, 0):
+        data = BENCHMARKS["split-miniimagenet"](seed, tmp_path, False)
+        # Each class as a whole has a new label, in the test set the same one.
+        place = torch.full((100,), -1)
+        place[stored[0][1]] = data.train[1]
+        assert place.unique().tolist() == list(range(100))
+        assert torch.equal(data.train[0], stored[0][0])
+        assert torch.equal(data.train[1], place[stored[0][1]])
+        labels = {x.numpy().tobytes(): y.item() for x, y in zip(*stored[1], strict=True)}
+        read = [labels[x.contiguous().numpy().tobytes()] for x in data.test[0]]
+        assert torch.equal(data.test[1], place[torch.tensor(read)])
+        orders.append(place.tolist())
+    assert orders[0] == orders[2] and orders[0] != orders[1]
+    assert all(order != list(range(100)) for order in orders)
+
+
 def test_the_ablation_has_the_first_25_classes(few, tmp_path):
     write_cifar(tmp_path)
     data = BENCHMARKS["split-cifar-100-5"](0, tmp_path, False)
@@ -450,8 +470,9 @@ def test_prepared_images_are_read_as_a_benchmark(folder, tmp_path, capsys):
         "train.npz",
     ]
     data = BENCHMARKS["split-miniimagenet"](0, tmp_path / "root", False)
+    place = torch.randperm(100, generator=torch.Generator().manual_seed(0)).argsort()
     for (x, y), numbers in ((data.train, {0, 1, 2, 3}), (data.test, {4, 5})):
-        assert torch.equal(x[:, 40, 40, 0].long(), y) and (x[..., 2] == 7).all()
+        assert torch.equal(place[x[:, 40, 40, 0].long()], y) and (x[..., 2] == 7).all()
         assert set(x[:, 0, 0, 1].tolist()) == numbers
     with np.load(tmp_path / "root" / "miniimagenet" / "test.npz") as entry:
         assert entry["wnids"].tolist() == sorted(path.name for path in folder.iterdir())
