@@ -59,12 +59,15 @@ class Block(nn.Module):
         self.conv = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
         self.inner = nn.Sequential(_relu(), _norm(out), nn.Dropout(dropout))
         same = channels == out and stride == 1
+        # The weight gradient of a strided 1x1 convolution of under 16 channels, channels last, goes
+        # out of bounds in oneDNN 3.12 (uxlfoundation/oneDNN#6035): there the stride comes before.
+        self.before, stride = (stride, 1) if channels < 16 else (1, stride)
         self.shortcut = nn.Identity() if same else nn.Conv2d(channels, out, 1, stride, bias=False)
         self.outer = nn.Sequential(_relu(), _norm(out), nn.Dropout(dropout))
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.inner(self.conv(x))
-        out += self.shortcut(x)
+        out += self.shortcut(x[..., :: self.before, :: self.before])
         return self.outer(out)
 
 
