@@ -16,23 +16,24 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <optional>
 #include <tuple>
-#include <vector>
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A tile is kRows x kVectors vectors: the registers hold one of h and one of dW.
+// A tile of h is kRows x kVectors vectors: what the registers hold.
 #ifdef __AVX512F__
-constexpr int kBytes = 64, kVectors = 2;
+constexpr int kBytes = 64, kRows = 12;
 #else
-constexpr int kBytes = 32, kVectors = 1;
+constexpr int kBytes = 32, kRows = 6;
 #endif
-constexpr int kRows = 6;
-constexpr int64_t kCache = 256 * 1024, kGroup = 32;  // Bytes, panels.
+constexpr int kVectors = 2, kLine = 64;  // Bytes of the cache's lines.
+constexpr int64_t kBlock = 512;  // Rows of g and x at once.
+constexpr int64_t kCache = 512 * 1024, kGroup = 32;  // Bytes, panels.
 constexpr int64_t kRowsAtOnce = 256;  // A thread's: with fewer a product is slower.
 constexpr int64_t kGrain = 16 * 1024;  // Elements that are worth a thread.
 
@@ -56,52 +57,49 @@ V* mutable_data(const Tensor& t) {
   return static_cast<V*>(t.mutable_data_ptr());
 }
 
+struct Delete {
+  void operator()(void* p) const { ::operator delete[](p, std::align_val_t{kLine}); }
+};
+
+// Memory that begins with a line of the cache: a vector never lies in two.
 template <class V>
-std::unique_ptr<V[]> uninitialized(int64_t count) {
-  return std::unique_ptr<V[]>(new V[count]);
+std::unique_ptr<V[], Delete> uninitialized(int64_t count) {
+  void* memory = ::operator new[](count * sizeof(V), std::align_val_t{kLine});
+  return std::unique_ptr<V[], Delete>(static_cast<V*>(memory));
 }
 
-// The columns [first, first + kColumns) of a row, zero beyond the last.
-template <class V>
-void load(V* to, const V* row, int64_t first, int64_t columns) {
-  const int64_t count = std::min<int64_t>(Simd<V>::kColumns, columns - first);
-  std::memcpy(to, row + first, count * sizeof(V));
-  std::fill(to + count, to + Simd<V>::kColumns, V(0));
+// The first `count` values of a row, zero beyond them.
+template <class V, int64_t kCount>
+void load(V* to, const V* from, int64_t count) {
+  if (count >= kCount) {  // A number that the compiler knows is faster.
+    std::memcpy(to, from, kCount * sizeof(V));
+  } else {
+    std::memcpy(to, from, count * sizeof(V));
+    std::fill(to + count, to + kCount, V(0));
+  }
 }
 
-// dW's rows [top, top + kRows) and columns [first, first + kColumns), and what they add to dr.
-// Member m has the rows m * each and on of g [n * each, kRows] and x [n * each, kColumns], and one
-// of r and sums [n, kColumns].
+// What rows [begin, end) of all add to a tile of dW and, times the tile of W, to dr. They are in
+// g [end - begin, kRows] and x [end - begin, kColumns]; w and dw are [kRows, kColumns], r and sums
+// [n, kColumns], and `each` rows are a member's.
 template <class V>
-void tile_of_weights(const V* g, const V* x, const V* r, V* sums, const V* w, V* dw, int64_t n,
-                     int64_t each, int64_t out, int64_t in, int64_t top, int64_t first) {
+void add_to_tile(const V* g, const V* x, const V* r, V* sums, const V* w, V* dw, int64_t begin,
+                 int64_t end, int64_t each) {
   using S = Simd<V>;
   using Vector = typename S::Vector;
-  constexpr int64_t kColumns = S::kColumns;
-  const int64_t valid = std::min<int64_t>(kRows, out - top);
-  const int64_t count = std::min(kColumns, in - first);
-  const V* rows[kRows];
-  V padded[kRows * kColumns];
-  for (int q = 0; q < kRows; ++q) {
-    rows[q] = w + std::min<int64_t>(top + q, out - 1) * in + first;
-    if (count < kColumns) {
-      load(padded + q * kColumns, rows[q] - first, first, in);
-      rows[q] = padded + q * kColumns;
-    }
-    const int64_t next = std::min<int64_t>(top + kRows + q, out - 1) * in + first;
-    for (int64_t c = 0; c < count; c += 64 / sizeof(V)) {
-      __builtin_prefetch(w + next + c);
-      __builtin_prefetch(dw + next + c, 1);
-    }
-  }
-  Vector d[kRows][kVectors] = {};
-  for (int64_t m = 0; m < n; ++m, r += kColumns, sums += kColumns) {
+  for (int64_t j = begin; j < end;) {
+    const bool fresh = j == 0;  // dw holds nothing yet.
+    const int64_t m = j / each, last = std::min(end, (m + 1) * each);
     Vector h[kRows][kVectors] = {};
-    for (int64_t j = 0; j < each; ++j, g += kRows, x += kColumns) {
+    for (; j < last; ++j, g += kRows, x += S::kColumns) {
       Vector row[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) row[v] = S::at(x, v);
 #pragma GCC unroll 8
+      for (int b = 0; b < kVectors * kBytes; b += kLine) {  // From the second-level cache.
+        __builtin_prefetch(reinterpret_cast<const char*>(x + 8 * S::kColumns) + b);
+      }
+#pragma GCC unroll 16
       for (int q = 0; q < kRows; ++q) {
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) h[q][v] += g[q] * row[v];
@@ -109,76 +107,108 @@ void tile_of_weights(const V* g, const V* x, const V* r, V* sums, const V* w, V*
     }
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      const Vector rv = S::at(r, v);
-      Vector sum = S::at(sums, v);
-#pragma GCC unroll 8
-      for (int q = 0; q < kRows; ++q) {
-        d[q][v] += rv * h[q][v];
-        sum += S::at(rows[q], v) * h[q][v];
+      const Vector rv = S::at(r + m * S::kColumns, v);
+      Vector sum[2] = {};  // Two chains of additions.
+#pragma GCC unroll 16
+      for (int q = 0; q < kRows; ++q) sum[q % 2] += S::at(w + q * S::kColumns, v) * h[q][v];
+      S::at(sums + m * S::kColumns, v) += sum[0] + sum[1];
+      if (fresh) {
+#pragma GCC unroll 16
+        for (int q = 0; q < kRows; ++q) S::at(dw + q * S::kColumns, v) = rv * h[q][v];
+      } else {
+#pragma GCC unroll 16
+        for (int q = 0; q < kRows; ++q) S::at(dw + q * S::kColumns, v) += rv * h[q][v];
       }
-      S::at(sums, v) = sum;
     }
-  }
-  for (int q = 0; q < kRows && q < valid; ++q) {
-    V whole[kColumns];
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) S::at(whole, v) = d[q][v];
-    std::memcpy(dw + (top + q) * in + first, whole, count * sizeof(V));
   }
 }
 
 template <class V>
 void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, const Tensor& r,
                   const Tensor& d_weight, const Tensor& d_r) {
-  constexpr int64_t kColumns = Simd<V>::kColumns;
+  constexpr int64_t kColumns = Simd<V>::kColumns, kTile = kRows * kColumns;
   const int64_t n = r.size(0), out = weight.size(0), in = weight.size(1), rows = x.size(0);
   const int64_t each = rows / n, tiles = (out + kRows - 1) / kRows;
   const V *g = data<V>(grad), *xs = data<V>(x), *w = data<V>(weight), *rs = data<V>(r);
   V *dw = mutable_data<V>(d_weight), *dr = mutable_data<V>(d_r);
 
-  // g by tiles of kRows outputs: [tiles, rows, kRows].
+  // g by blocks of rows, and in them by tiles of kRows outputs: [rows, kRows] each.
+  const int64_t blocks = (rows + kBlock - 1) / kBlock, block = (rows + blocks - 1) / blocks;
   const auto packed = uninitialized<V>(tiles * rows * kRows);
+  const auto tile_of_g = [&](int64_t first, int64_t last, int64_t t) {
+    return packed.get() + (first * tiles + (last - first) * t) * kRows;
+  };
   torch::stable::parallel_for(0, tiles, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      V* to = packed.get() + t * rows * kRows;
-      const int64_t count = std::min<int64_t>(kRows, out - t * kRows);
-      for (int64_t j = 0; j < rows; ++j, to += kRows) {
-        const V* from = g + j * out + t * kRows;
-        for (int64_t q = 0; q < kRows; ++q) to[q] = q < count ? from[q] : V(0);
+    for (int64_t first = 0; first < rows; first += block) {
+      const int64_t last = std::min(rows, first + block);
+      for (int64_t t = begin; t < end; ++t) {
+        V* to = tile_of_g(first, last, t);
+        for (int64_t j = first; j < last; ++j, to += kRows) {
+          load<V, kRows>(to, g + j * out + t * kRows, out - t * kRows);
+        }
       }
     }
   });
 
-  // Panels of kColumns inputs, side by side as long as their rows of x fit into the second-level
-  // cache: the longer the runs of W's rows, the fewer pages are looked up.
+  // Panels of kColumns inputs, side by side as long as a block's rows of x fit into the cache: the
+  // longer the runs of W's rows, the fewer pages are looked up, and the less often g is read.
   const int64_t panels = (in + kColumns - 1) / kColumns;
-  const int64_t fit = kCache / (rows * kColumns * static_cast<int64_t>(sizeof(V)));
+  const int64_t fit = kCache / (block * kColumns * static_cast<int64_t>(sizeof(V)));
   const int64_t group = std::clamp<int64_t>(fit, 1, kGroup);
   torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    const auto x_panels = uninitialized<V>(group * rows * kColumns);
-    std::vector<V> r_panels(group * n * kColumns), sums(group * n * kColumns);
+    const auto x_panels = uninitialized<V>(group * block * kColumns);
+    const auto r_panels = uninitialized<V>(group * n * kColumns);
+    const auto sums = uninitialized<V>(group * n * kColumns);
+    const auto w_tile = uninitialized<V>(kTile), dw_tile = uninitialized<V>(kTile);
     for (int64_t p = begin; p < end; p += group) {
       const int64_t here = std::min(group, end - p);
       for (int64_t k = 0; k < here; ++k) {
-        const int64_t first = (p + k) * kColumns;
-        V* to = &x_panels[k * rows * kColumns];
-        for (int64_t j = 0; j < rows; ++j) load(to + j * kColumns, xs + j * in, first, in);
+        const int64_t c = (p + k) * kColumns;
         for (int64_t m = 0; m < n; ++m) {
-          load(&r_panels[(k * n + m) * kColumns], rs + m * in, first, in);
+          load<V, kColumns>(&r_panels[(k * n + m) * kColumns], rs + m * in + c, in - c);
         }
       }
-      std::fill(sums.begin(), sums.end(), V(0));
-      for (int64_t t = 0; t < tiles; ++t) {
+      std::fill(sums.get(), sums.get() + here * n * kColumns, V(0));
+      for (int64_t first = 0; first < rows; first += block) {
+        const int64_t last = std::min(rows, first + block);
         for (int64_t k = 0; k < here; ++k) {
-          tile_of_weights<V>(packed.get() + t * rows * kRows, &x_panels[k * rows * kColumns],
-                             &r_panels[k * n * kColumns], &sums[k * n * kColumns], w, dw, n, each,
-                             out, in, t * kRows, (p + k) * kColumns);
+          const int64_t c = (p + k) * kColumns;
+          V* to = &x_panels[k * block * kColumns];
+          for (int64_t j = first; j < last; ++j, to += kColumns) {
+            load<V, kColumns>(to, xs + j * in + c, in - c);
+          }
+        }
+        for (int64_t t = 0; t < tiles; ++t) {
+          const int64_t height = std::min<int64_t>(kRows, out - t * kRows);
+          const int64_t below = std::min<int64_t>(kRows, out - (t + 1) * kRows);
+          for (int64_t k = 0; k < here; ++k) {
+            const int64_t c = (p + k) * kColumns, width = std::min(kColumns, in - c);
+            const V* from = w + t * kRows * in + c;
+            V* to = dw + t * kRows * in + c;
+            for (int64_t q = 0; q < below; ++q) {
+              for (int64_t b = 0; b < width; b += kLine / sizeof(V)) {
+                __builtin_prefetch(from + (kRows + q) * in + b);
+                __builtin_prefetch(to + (kRows + q) * in + b, 1);
+              }
+            }
+            if (height < kRows) std::fill_n(w_tile.get(), kTile, V(0));
+            for (int64_t q = 0; q < height; ++q) {
+              load<V, kColumns>(&w_tile[q * kColumns], from + q * in, width);
+              if (first) load<V, kColumns>(&dw_tile[q * kColumns], to + q * in, width);
+            }
+            add_to_tile<V>(tile_of_g(first, last, t), &x_panels[k * block * kColumns],
+                           &r_panels[k * n * kColumns], &sums[k * n * kColumns], w_tile.get(),
+                           dw_tile.get(), first, last, each);
+            for (int64_t q = 0; q < height; ++q) {
+              std::memcpy(to + q * in, &dw_tile[q * kColumns], width * sizeof(V));
+            }
+          }
         }
       }
       for (int64_t k = 0; k < here; ++k) {
-        const int64_t first = (p + k) * kColumns, count = std::min(kColumns, in - first);
+        const int64_t c = (p + k) * kColumns, width = std::min(kColumns, in - c);
         for (int64_t m = 0; m < n; ++m) {
-          std::memcpy(dr + m * in + first, &sums[(k * n + m) * kColumns], count * sizeof(V));
+          std::memcpy(dr + m * in + c, &sums[(k * n + m) * kColumns], width * sizeof(V));
         }
       }
     }
