@@ -32,9 +32,9 @@ constexpr int kBytes = 64, kRows = 12;
 constexpr int kBytes = 32, kRows = 6;
 #endif
 constexpr int kVectors = 2, kLine = 64;  // Bytes of the cache's lines.
-constexpr int64_t kBlock = 512;  // Rows of g and x at once.
+constexpr int64_t kBlock = 1024;  // Rows of g and x at once.
 constexpr int64_t kCache = 512 * 1024, kGroup = 32;  // Bytes, panels.
-constexpr int64_t kRowsAtOnce = 256;  // A thread's: with fewer a product is slower.
+constexpr int64_t kRowsAtOnce = 1024;  // A thread's: with fewer a product is slower.
 constexpr int64_t kGrain = 16 * 1024;  // Elements that are worth a thread.
 
 template <class V>
