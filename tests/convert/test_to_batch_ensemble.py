@@ -1,14 +1,13 @@
 import copy
 import io
-import pickle
 import warnings
 
 import pytest
 import torch
+from copies import through_averaging, through_pickle, through_save
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
-from torch.optim.swa_utils import AveragedModel
 from torchvision.models import resnet18
 
 import ensemblayers as el
@@ -274,12 +273,6 @@ def by_parent(model):
     return new["a"]
 
 
-def by_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
 def by_save_of_state(model):
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -291,11 +284,11 @@ def by_save_of_state(model):
 ROUND_TRIPS = {
     "state_dict": by_state_dict,
     "in a parent": by_parent,
-    "torch.save": by_save,
+    "torch.save": through_save,
     "saved state_dict": by_save_of_state,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "AveragedModel": lambda model: AveragedModel(model).module,
+    "pickle": through_pickle,
+    "AveragedModel": through_averaging,
 }
 
 

@@ -2,25 +2,14 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
+from copies import through_averaging, through_pickle, through_save
 from plain import flat, scatter_
 from zoo import NOT_PICKLED, ZOO, classes, exact, make, subspaces
 
 import ensemblayers as el
-
-
-def through_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def through_save(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def through_state_dict(model):
@@ -30,12 +19,6 @@ def through_state_dict(model):
     copied = scatter_(copy.deepcopy(model))
     copied.load_state_dict(torch.load(buffer), strict=True)
     return copied
-
-
-def through_averaging(model):
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    averaged.update_parameters(model)
-    return averaged.module
 
 
 PICKLES = [through_pickle, through_save]

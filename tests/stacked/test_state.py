@@ -2,14 +2,13 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
+from copies import through_averaging, through_pickle, through_save
 from nets import QUIET, assert_members, batchnorm, make, vectors
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.optim.swa_utils import AveragedModel
 
 import ensemblayers as el
 
@@ -45,18 +44,12 @@ def by_state_dict(ensemble):
     return other
 
 
-def by_save(ensemble):
-    file = io.BytesIO()
-    torch.save(ensemble, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
 ROUND_TRIPS = {
     "state_dict": by_state_dict,
-    "torch.save": by_save,
+    "torch.save": through_save,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda ensemble: pickle.loads(pickle.dumps(ensemble)),
-    "AveragedModel": lambda ensemble: AveragedModel(ensemble).module,
+    "pickle": through_pickle,
+    "AveragedModel": through_averaging,
 }
 
 
