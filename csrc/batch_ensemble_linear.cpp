@@ -1,5 +1,5 @@
 // BatchEnsemble's linear layer on a CPU: y = (x * r_m) W^T and y * s_m + bias_m for the rows of each
-// member m, and the gradients of all of it in the time of a plain layer's products.
+// member m, and the gradients of all of it with as many products as a plain layer's.
 //
 // With g the gradient of y and h_m = g_m^T x_m [out, in] over the member's rows,
 //   dW = sum_m r_m h_m (by columns),   dr_m = the column sums of W * h_m.

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plain import explicit, leaf, scatter_
+from points import rand, simplex
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.func import grad, jacrev, jvp, vmap
@@ -15,15 +16,6 @@ import ensemblayers as el
 from ensemblayers import functional as EF
 
 close = torch.testing.assert_close
-
-
-def rand(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def simplex(*size):
-    *batch, n = size
-    return el.sample_simplex(n, *batch, dtype=torch.float64)
 
 
 def conv_net():

@@ -1,10 +1,10 @@
 """BatchEnsemble's linear layer: ``y_m = (x_m * r_m) W^T * s_m + bias_m`` for the rows of member m.
 
 Plain PyTorch is the definition. For training on a CPU, C++ (``csrc/batch_ensemble_linear.cpp``)
-computes r's gradient along with W's, in the time of one product, where autograd takes a further
-one: a first layer has no use for the gradient of its scaled input. Kept for the backward pass are x
-and the products before s, not the scaled x. Without gradients, r and s are folded into n weights
-where that touches fewer elements than to scale x and y (:func:`folds`).
+computes r's gradient along with W's, from one product, where autograd takes a further one: a first
+layer has no use for the gradient of its scaled input. Kept for the backward pass are x and the
+products before s, not the scaled x. Without gradients, r and s are folded into n weights where
+that touches fewer elements than to scale x and y (:func:`folds`).
 
 On CUDA, in Triton (:mod:`.batch_ensemble_linear_triton`), only x is kept. Which algorithm is taken
 (:func:`algorithm`), and for x's gradient with the parts of x and y, r and s exchanged; the bounds

@@ -1,51 +1,20 @@
+"""Conversion to BatchEnsemble: members, training, what is converted and what is not."""
+
 import copy
-import io
 import warnings
 
 import pytest
 import torch
-from copies import through_averaging, through_pickle, through_save
+from branched import OWN, Net, images, plain
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 from torchvision.models import resnet18
+from zoo import ReadsItsChild
 
 import ensemblayers as el
 
 pytestmark = pytest.mark.filterwarnings("ignore:shared by all members", "ignore:.*nested tensor")
-OWN = (el.BatchEnsembleLinear, el.BatchEnsembleConv1d, el.BatchEnsembleConv2d)
-
-
-class Net(nn.Module):
-    """Nested, with a list, a dict, and a layer that is used twice; batchnorm is a choice."""
-
-    def __init__(self, norm=True):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, padding="same", padding_mode="circular")
-        self.norm = nn.BatchNorm2d(4) if norm else nn.GroupNorm(2, 4)
-        self.blocks = nn.ModuleList([nn.Conv2d(4, 4, 3, stride=2, groups=2, bias=False)])
-        self.twice = nn.Linear(4, 4)
-        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
-
-    def forward(self, x):
-        x = self.norm(self.stem(x)).relu()
-        for block in self.blocks:
-            x = block(x).tanh()
-        x = self.twice(self.twice(x.mean((2, 3))).tanh())
-        return torch.cat([head(x) for head in self.heads.values()], -1)
-
-
-def images(rows=6):
-    return torch.randn(rows, 3, 7, 7, dtype=torch.float64)
-
-
-def plain(**options):
-    net = Net(**options).double()
-    with torch.no_grad():
-        for b in net.buffers():
-            if b.is_floating_point():
-                b.uniform_(0.5, 2)
-    return net
 
 
 def explicit(state, i):
@@ -137,171 +106,6 @@ def test_resnet_with_ones_is_the_source():
     with torch.no_grad():
         for y in model(x):
             torch.testing.assert_close(y, other(x), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_plain_state_dict(assign):
-    model, other = el.to_batch_ensemble(plain(), n=3), plain()
-    fast = {k: v.clone() for k, v in model.state_dict().items() if k.endswith((".r", ".s"))}
-    assert len(fast) == 10
-    state = other.state_dict()
-    keys = list(state)
-    model.load_state_dict(state, strict=True, assign=assign)
-    assert list(state) == keys
-    now = model.state_dict()
-    for k, v in state.items():
-        layer, _, kind = k.rpartition(".")
-        expected = torch.stack([v] * 3) if kind == "bias" and layer + ".r" in now else v
-        assert torch.equal(now[k], expected)
-    assert all(torch.equal(now[k], v) for k, v in fast.items())
-    # A step works, and moves each member's bias on its own.
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    (model(images()) ** 2).sum().backward()
-    opt.step()
-    assert not torch.equal(model.module.twice.bias[0], model.module.twice.bias[1])
-
-
-@pytest.mark.parametrize("drop", ["stem.weight", "stem.bias", "norm.running_mean"])
-def test_incomplete_state_dict(drop):
-    state = plain().state_dict()
-    del state[drop]
-    with pytest.raises(RuntimeError, match=drop):
-        el.to_batch_ensemble(plain(), n=3).load_state_dict(state)
-
-
-def loaded_directly(model, state):
-    return model.load_state_dict(state)
-
-
-def loaded_in_a_parent(model, state):
-    state_ = type(state)((f"a.{k}", v) for k, v in state.items())
-    if hasattr(state, "_metadata"):
-        state_._metadata = {f"a.{k}".rstrip("."): v for k, v in state._metadata.items()}
-    return nn.ModuleDict({"a": model}).load_state_dict(state_)
-
-
-def loaded_as_the_inner_module(model, state):
-    return model.module.load_state_dict(state)
-
-
-LOADS = [
-    (load, keep)
-    for load in (loaded_directly, loaded_in_a_parent, loaded_as_the_inner_module)
-    for keep in (copy.copy, dict)  # With metadata, and without, as safetensors loads it.
-]
-DROPS = [
-    ["stem.r"],
-    ["twice.s"],
-    ["stem.r", "heads.b.s"],
-    [f"{name}.r" for name in ("stem", "blocks.0", "twice", "heads.a", "heads.b")],
-]
-OF_A_LAYER = ["stem.r", "stem.s"]  # Without metadata and without the wrapper: a plain layer's.
-
-
-@pytest.mark.parametrize(
-    "load, keep, drop",
-    [(*how, drop) for how in LOADS for drop in DROPS]
-    + [(*how, OF_A_LAYER) for how in LOADS if how != (loaded_as_the_inner_module, dict)],
-)
-def test_missing_fast_weights_are_reported(load, keep, drop):
-    source = el.to_batch_ensemble(plain(), n=3)
-    state = keep(source.state_dict())
-    for key in drop:
-        del state[key]
-    model = el.to_batch_ensemble(plain(), n=3)
-    with pytest.raises(RuntimeError, match="Missing key") as error:
-        load(model, state)
-    text = str(error.value)
-    assert all(f'{key}"' in text for key in drop)
-    assert sum(text.count(f'.{fast}"') for fast in "rs") == len(drop)
-    assert ("a.module." in text) == (load is loaded_in_a_parent)
-    renamed = keep(source.state_dict())
-    renamed["stem.rr"] = renamed.pop("stem.r")
-    with pytest.raises(RuntimeError, match=r"stem\.r\""):
-        load(model, renamed)
-
-
-@pytest.mark.parametrize("load, keep", LOADS)
-def test_whole_and_plain_state_dicts_load(load, keep):
-    model, source, other = (
-        el.to_batch_ensemble(plain(), n=3),
-        el.to_batch_ensemble(plain(), n=3),
-        plain(),
-    )
-    fast = {k: v.clone() for k, v in model.state_dict().items() if k.endswith((".r", ".s"))}
-    load(model, keep(other.state_dict()))
-    now = model.state_dict()
-    torch.testing.assert_close({k: now[k] for k in fast}, fast)
-    torch.testing.assert_close(now["twice.weight"], other.twice.weight.detach())
-    load(model, keep(source.state_dict()))
-    torch.testing.assert_close(model.state_dict(), source.state_dict())
-    result = model.load_state_dict({"twice.r": fast["twice.r"]}, strict=False)
-    assert torch.equal(model.module.twice.r, fast["twice.r"])
-    assert {"twice.s", "stem.r", "stem.weight"} <= set(result.missing_keys)
-
-
-@pytest.mark.parametrize("load, keep", LOADS)
-def test_missing_fast_weights_of_a_single_layer(load, keep):
-    model = el.to_batch_ensemble(nn.Linear(3, 2), n=3)
-    state = keep(model.state_dict())
-    load(model, state)
-    del state["s"]
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "(a\.module\.)?s"'):
-        load(model, state)
-    load(model, keep(nn.Linear(3, 2).state_dict()))
-
-
-def test_a_layer_that_was_plain_when_it_was_saved():
-    source = el.to_batch_ensemble(plain(), n=3, where=lambda m, name: name != "twice")
-    model = el.to_batch_ensemble(plain(), n=3)
-    r = model.module.twice.r.detach().clone()
-    model.load_state_dict(source.state_dict(), strict=True)
-    assert torch.equal(model.module.twice.r, r)
-    torch.testing.assert_close(model.module.twice.weight, source.module.twice.weight)
-
-
-def by_state_dict(model):
-    other = el.to_batch_ensemble(plain(), n=model.n)
-    other.load_state_dict(model.state_dict(), strict=True)
-    return other
-
-
-def by_parent(model):
-    old, new = (nn.ModuleDict({"a": m}) for m in (model, el.to_batch_ensemble(plain(), n=model.n)))
-    assert "a.stem.weight" in old.state_dict()
-    new.load_state_dict(old.state_dict(), strict=True)
-    return new["a"]
-
-
-def by_save_of_state(model):
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    other = el.to_batch_ensemble(plain(), n=model.n)
-    other.load_state_dict(torch.load(io.BytesIO(file.getvalue())), strict=True)
-    return other
-
-
-ROUND_TRIPS = {
-    "state_dict": by_state_dict,
-    "in a parent": by_parent,
-    "torch.save": through_save,
-    "saved state_dict": by_save_of_state,
-    "deepcopy": copy.deepcopy,
-    "pickle": through_pickle,
-    "AveragedModel": through_averaging,
-}
-
-
-@pytest.mark.parametrize("trip", ROUND_TRIPS)
-def test_round_trips(trip):
-    model = el.to_batch_ensemble(plain(), n=3)
-    model(images()).sum().backward()
-    other = ROUND_TRIPS[trip](model.eval()).eval()
-    x = images()
-    assert torch.equal(model(x), other(x))
-    assert other.n == 3 and all(m.n == 3 for m in other.modules() if isinstance(m, OWN))
-    assert not {id(p) for p in model.parameters()} & {id(p) for p in other.parameters()}
-    other.train()(x).sum().backward()
 
 
 class Subclass(nn.Linear):
@@ -402,10 +206,10 @@ def test_transformer(grad, masked, stack):
         alone = el.member(model, i)
         with torch.no_grad():
             torch.testing.assert_close(alone(x, **options), own(x, **options))
-        for m, plain in zip(alone.modules(), own.modules(), strict=True):
+        for m, m_ in zip(alone.modules(), own.modules(), strict=True):
             for fast in ("activation_relu_or_gelu", "use_nested_tensor"):
-                assert getattr(m, fast, None) == getattr(plain, fast, None)
-            assert vars(m).keys() == vars(plain).keys()
+                assert getattr(m, fast, None) == getattr(m_, fast, None)
+            assert vars(m).keys() == vars(m_).keys()
     assert not torch.allclose(outputs[0][keep], outputs[1][keep])
 
 
@@ -597,17 +401,6 @@ def test_what_is_no_logits(call, logits, match):
 def test_errors(call, match):
     with pytest.raises(ValueError, match=match):
         call()
-
-
-class ReadsItsChild(nn.Module):
-    """A module that reads a child's parameters past the child's forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.proj.weight, self.proj.bias)
 
 
 def test_children_that_are_read_and_not_called_stay_shared():

@@ -4,7 +4,8 @@ import copy
 
 import torch
 from plain import assert_at, explicit, flat, leaf
-from zoo import classes, close, collapsed_at, exact, make, modes, simplex, subspaces, zoo
+from points import simplex
+from zoo import classes, close, collapsed_at, exact, make, modes, subspaces, zoo
 
 import ensemblayers as el
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from plain import assert_at, explicit, scatter_
+from points import simplex
 from torch import nn
 from torch.nn.utils import parametrizations
 from zoo import (
+    ReadsItsChild,
     Shared,
     Tied,
     classes,
@@ -15,7 +17,6 @@ from zoo import (
     encoder,
     exact,
     make,
-    simplex,
     subspaces,
 )
 
@@ -232,17 +233,6 @@ def test_functional_call_takes_stacked_parameters():
     y = torch.func.functional_call(model, other, (x,))
     model.load_state_dict(other, strict=False)
     exact(y, model(x))
-
-
-class ReadsItsChild(nn.Module):
-    """A module that reads a child's parameters past the child's forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.proj.weight, self.proj.bias)
 
 
 def test_children_that_are_read_and_not_called_are_at_the_point():

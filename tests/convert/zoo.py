@@ -36,6 +36,17 @@ class Reads(nn.Module):
         return F.linear(self.embed(i), self.embed.weight)
 
 
+class ReadsItsChild(nn.Module):
+    """A module that reads a child's parameters past the child's forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.proj.weight, self.proj.bias)
+
+
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()
@@ -185,11 +196,6 @@ def make(name, mode=True):
         scatter_(model)
     x = x if isinstance(x, torch.Tensor) else torch.randn(*x, dtype=torch.float64)
     return model.train(mode), x
-
-
-def simplex(*size):
-    *batch, n = size
-    return el.sample_simplex(n, *batch, dtype=torch.float64)
 
 
 def classes(model):

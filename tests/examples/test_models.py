@@ -60,7 +60,7 @@ for _ in range(20):
     narrow(x.to(memory_format=torch.channels_last)).backward(up)
     exact(x.double()).backward(up.double())
     for p, q in zip(narrow.parameters(), exact.parameters(), strict=True):
-        assert (p.grad - q.grad).norm() <= 1e-5 * q.grad.norm()
+        assert (p.grad - q.grad).norm() <= 3e-6 * q.grad.norm()
 """
 
 
