@@ -1,6 +1,7 @@
 """The flat buffers of an optimizer: many parameters as ranges of columns of one matrix."""
 
 import contextlib
+import itertools
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -228,6 +229,17 @@ def _beside_rows(placement: Any) -> Any:
     strided = hasattr(placement, "split_factor")
     options = {"split_factor": placement.split_factor} if strided else {}
     return type(placement)(placement.dim + 1, **options)
+
+
+def check_apart(dense: Iterable[Tensor]) -> None:
+    """Raise a ValueError where parameters share memory: each would undo the others' steps."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, p.shape) for p in dense if p.numel())
+    for (_, end, shape), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(
+                f"expected parameters in memory of their own, got two of shapes {list(shape)} and "
+                f"{list(other)} that share some"
+            )
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -6,12 +6,13 @@ vertices: see :mod:`ensemblayers.ops.mix_next`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ._flat import Block, is_sharded, local, share
+from ._flat import Block, check_apart, is_sharded, local, share
+from ._follow import Follower
 from ._init import check_sigma
 from ._ranks import Ranks
 from ._seed import common_seed, counted_generator, processes
@@ -20,6 +21,7 @@ from .simplex import check_member, check_n, sample_simplex
 
 _OWN_STATE = ("n", "sigma", "frozen", "_mode", "_fixed", "_drawn", "_blocks")
 _OWN_STATE += ("_seed", "_draws", "_fills", "_batch", "_points", "_processes", "_left_out")
+_OWN_STATE += ("_followers",)
 _BATCH = 64  # Points that are drawn at a time.
 _FIRST_FILL = 2**40  # The first count of the vertices' noise, past those of the points.
 
@@ -45,6 +47,7 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         self._batch = (-1, 0, 0)
         self._blocks: list[Block] = []
         self._left_out: list[Tensor] = []  # Frozen parameters: they stay as they are.
+        self._followers: list[Follower] = []
         super().__init__(params, defaults)
         self._draw()
         self._write()
@@ -62,6 +65,8 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
     def train(self) -> None:
         """Put the drawn point into the model, to train it.
 
+        A point that was set (:meth:`set_point`) stays.
+
         Raises:
             RuntimeError: something else wrote to the parameters.
         """
@@ -69,6 +74,8 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
 
     def eval(self) -> None:
         """Put the midpoint into the model, to evaluate or save it.
+
+        A point that was set (:meth:`set_point`) stays.
 
         Raises:
             RuntimeError: something else wrote to the parameters.
@@ -81,20 +88,21 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         It holds in both modes. In training, steps share the gradient out by its weights.
 
         Args:
-            alpha: ``[n]``, or ``[n + frozen]``.
+            alpha: ``[n]``, or ``[n + frozen]``, taken as it is: a point outside the simplex
+                extrapolates.
 
         Raises:
-            ValueError: another shape.
+            ValueError: another shape, or weights that are not finite.
         """
         if alpha is not None:
             alpha = torch.as_tensor(alpha, dtype=self._drawn.dtype).detach().cpu()
             if alpha.shape == (self.n,):
                 alpha = torch.cat([alpha, alpha.new_zeros(self.frozen)])
             if alpha.shape != (self.n + self.frozen,):
-                raise ValueError(
-                    f"expected alpha of shape [{self.n}] or [{self.n + self.frozen}], "
-                    f"got {list(alpha.shape)}"
-                )
+                shapes = f"[{self.n}]" + (f" or [{self.n + self.frozen}]" if self.frozen else "")
+                raise ValueError(f"expected alpha of shape {shapes}, got {list(alpha.shape)}")
+            if not alpha.isfinite().all():
+                raise ValueError(f"expected finite weights, got alpha={alpha.tolist()}")
         self._check_untouched()
         self._fixed = alpha
         self._write()
@@ -228,37 +236,39 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
             self._numbers(block).copy_(numbers, non_blocking=True)
         self._written = self.alpha
 
-    def follow(self, model: nn.Module) -> torch.utils.hooks.RemovableHandle:
+    def follow(self, model: nn.Module) -> Follower:
         """Switch by itself: before each forward pass of a model, take over the model's mode.
 
         With this, ``model.train()`` and ``model.eval()`` are enough where a wrapper hides the
-        optimizer's. Save the weights after an evaluation or ``opt.eval()``.
+        optimizer's, before ``model.state_dict()`` too. A copy of the model is not followed, but by
+        a copy of the optimizer that was made along with it.
+
+        Returns:
+            What follows; its ``remove()`` ends that.
         """
+        self._followers.append(Follower(self, model))
+        return self._followers[-1]
 
-        def switch(module: nn.Module, args: Any) -> None:
-            mode = "train" if module.training else "eval"
-            if mode != self._mode:
-                self._switch(mode)
-
-        return model.register_forward_pre_hook(switch)
+    def switch(self, mode: Literal["train", "eval"]) -> None:
+        """:meth:`train` or :meth:`eval`, where the mode is not that already."""
+        if mode != self._mode:
+            self._switch(mode)
 
     # --------------------------------------------------------------------- torch.optim's own calls
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        alike: dict[tuple, list[Tensor]] = {}
-        self._left_out += [p for p in group["params"] if not p.requires_grad]
-        for p in group["params"]:
-            if not p.requires_grad:
-                continue
-            alike.setdefault((p.device, p.dtype, is_sharded(p)), []).append(p)
         if self.frozen:
             raise ValueError("can't add parameters beside frozen vertices: clear_frozen() first")
-        self._find_modules(group["params"])
-        for params in alike.values():
-            block = Block.of(group, params, self.n, self._moment_names(group))
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            blocks = self._blocks_of(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._left_out += [p for p in group["params"] if not p.requires_grad]
+        for block in blocks:
             self._fill(block, self.sigma, first=True)
             self._blocks.append(block)
         self._publish()
@@ -388,6 +398,8 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         # Copies of parameters don't share memory with copies of their aliases.
         for block in self._blocks:
             block.shards = [local(p.detach()) for p in block.params]
+        for follower in self._followers:
+            follower.optimizer = self
         self._rebind_groups()
         self._publish()
         self._write()
@@ -432,6 +444,19 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
                 # The whole parameter's, so that a shard starts as its part of one process's.
                 noise = torch.randn(p.shape, dtype=row.dtype, generator=generator).to(row.device)
                 row.mul_(share(noise, p).mul_(sigma).add_(1))
+
+    def _blocks_of(self, group: dict[str, Any]) -> list[Block]:
+        """The blocks of a new group's parameters, without values."""
+        self._find_modules(group["params"])
+        alike: dict[tuple, list[Tensor]] = {}
+        for p in group["params"]:
+            if p.requires_grad:
+                alike.setdefault((p.device, p.dtype, is_sharded(p)), []).append(p)
+        names = self._moment_names(group)
+        blocks = [Block.of(group, params, self.n, names) for params in alike.values()]
+        shards = [own for block in (*self._blocks, *blocks) for own in block.shards]
+        check_apart(shards)
+        return blocks
 
     def _publish(self) -> None:
         """Show the buffers as the parameters' state."""
@@ -506,15 +531,18 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
 
     def _check_untouched(self) -> None:
         """Raise where something else wrote to the parameters: the step would undo it."""
-        if not all(map(self._is_untouched, self._blocks)):
+        if not self.is_untouched():
             raise RuntimeError(
                 "the parameters were changed since the last step (weights loaded into the "
                 "model?), and the step would undo it: call restart() to place the vertices "
                 "around them, or load the optimizer's state too"
             )
 
-    def _is_untouched(self, block: Block) -> bool:
+    def is_untouched(self) -> bool:
         """Whether the parameters hold what was written into them."""
+        return all(map(self._is_untouched, self._blocks))
+
+    def _is_untouched(self, block: Block) -> bool:
         if block.now() == block.versions:
             return True
         block.find()

@@ -48,7 +48,7 @@ class Ranks:
         """
         if not self._apart:
             return
-        changed = everyones(not all(map(self._is_untouched, self._blocks)))
+        changed = everyones(not self.is_untouched())
         self._apart = not any(changed)
         if any(changed[1:]) and not changed[0]:
             for block in self._blocks:

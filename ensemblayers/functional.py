@@ -207,14 +207,17 @@ def batch_ensemble_conv(
         - Output: x's with ``out`` channels
 
     Raises:
-        ValueError: the batch does not divide by n, or by the length of ``members``; ``members``
-            that are no tensor of integers.
+        ValueError: x without the weight's channels, a batch that does not divide by n, or by the
+            length of ``members``; ``members`` that are no tensor of integers.
 
     Source: Wen et al. 2020, https://arxiv.org/abs/2002.06715
     """
     options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    if x.dim() != weight.dim():
-        raise ValueError(f"expected x [n * b, in, *space], got {list(x.shape)}")
+    if x.dim() != weight.dim() or x.shape[1] != r.shape[-1]:
+        raise ValueError(
+            f"expected x [n * b, {r.shape[-1]}, *space] for a weight {list(weight.shape)}, "
+            f"got {list(x.shape)}"
+        )
     members = check_members(x, len(r), members)
     scale = ops.member_scale.scale
 

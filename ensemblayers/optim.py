@@ -24,7 +24,11 @@ class SubspaceSGD(SubspaceOptimizer):
     ``opt.train()`` puts the drawn point back.
 
     Call ``opt.eval()`` before an evaluation and before saving the model's weights, ``opt.train()``
-    before training goes on; or ``opt.follow(model)`` once, where a wrapper hides the two.
+    before training goes on; or ``opt.follow(model)`` once, where a wrapper hides the two. Without
+    either, ``model.eval()`` evaluates the drawn point.
+
+    A step writes the parameters anew. What else wrote to them is an error, but for writes through
+    ``p.data``, which torch does not count: they are lost.
 
     All draws are functions of one seed, drawn at construction (where ``torch.distributed`` runs,
     that of rank 0), and a count: the points are the same on every rank, and a run that resumes from

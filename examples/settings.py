@@ -246,7 +246,9 @@ def changed(settings: Settings, changes: Sequence[str]) -> Settings:
         UsageError: no such setting, or a value of another kind.
     """
     for change in changes:
-        name, _, text = change.partition("=")
+        name, equals, text = change.partition("=")
+        if not equals:
+            raise UsageError(f"expected NAME=VALUE, got {change!r}")
         inner = name.removeprefix("connect.")
         owner = settings if inner == name else settings.connect
         kinds = {field.name: field.type for field in fields(owner)} if owner else {}
@@ -258,17 +260,30 @@ def changed(settings: Settings, changes: Sequence[str]) -> Settings:
         except (ValueError, SyntaxError):
             value = None
         if not _is_usable(inner, kind, value):
-            raise UsageError(f"can't use {text!r} in {change!r}")
+            raise UsageError(f"can't use {text!r} in {change!r}: expected {_usable(inner, kind)}")
         own = replace(owner, **{inner: value})
         settings = own if owner is settings else replace(settings, connect=own)
     return settings
+
+
+def _range(name: str, kind: type) -> tuple[float, float]:
+    """The least and the largest number that a setting may be."""
+    # A number of something is at least one; no step of the second phase leaves it out.
+    least = 1 if kind is int and name != "steps" else 0
+    return least, 1 if name in ("dropout", "previous") else math.inf
+
+
+def _usable(name: str, kind: type) -> str:
+    if kind is bool:
+        return "True or False"
+    least, most = _range(name, kind)
+    what = "a whole number" if kind is int else "a number"
+    return f"{what} from {least}" + (f" to {most}" if most < math.inf else "")
 
 
 def _is_usable(name: str, kind: type, value: Any) -> bool:
     """Whether a value is of its kind and in its range."""
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
-    # A number of something is at least one; no step of the second phase leaves it out.
-    least = 1 if kind is int and name != "steps" else 0
-    most = 1 if name in ("dropout", "previous") else math.inf
+    least, most = _range(name, kind)
     return isinstance(value, kind | int) and math.isfinite(value) and least <= value <= most

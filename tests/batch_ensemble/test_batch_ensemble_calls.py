@@ -28,6 +28,21 @@ def test_batch_that_does_not_divide(layer, x):
     assert model.eval()(x).shape[:2] == (3, 7)
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "weight"),
+    [
+        (el.BatchEnsembleLinear(3, 4, n=2), (4, 5), "[4, 3]"),
+        (el.BatchEnsembleConv2d(3, 4, 3, n=2), (4, 5, 6, 6), "[4, 3, 3, 3]"),
+        (el.BatchEnsembleConv2d(6, 4, 3, groups=2, n=2), (4, 3, 6, 6), "[4, 3, 3, 3]"),
+        (el.BatchEnsembleConv1d(3, 4, 3, n=2), (3, 6), "[4, 3, 3]"),
+    ],
+)
+def test_other_features_than_the_weights_are_named(layer, shape, weight):
+    with pytest.raises(ValueError) as caught:
+        layer(torch.zeros(shape))
+    assert weight in str(caught.value) and str(list(shape)) in str(caught.value)
+
+
 def test_one_dimension():
     with pytest.raises(ValueError, match=r"\[n \* b, ..., in\].* \[4, 4\], got \[4\]"):
         el.BatchEnsembleLinear(4, 4, n=2)(torch.zeros(4))

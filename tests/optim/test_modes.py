@@ -1,10 +1,12 @@
 """The point that the model holds: drawn, the midpoint, or set; and what is not overwritten."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from explicit import backward, close, net
+from torch.optim.swa_utils import AveragedModel
 
 from ensemblayers.optim import SubspaceSGD
 
@@ -44,6 +46,57 @@ def test_following_a_model_is_enough():
     close(model.parameters(), drawn, rtol=0, atol=0)
 
 
+def test_a_followed_model_saves_what_its_mode_asks_for():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    opt.follow(model)
+    drawn = [p.detach().clone() for p in model.parameters()]
+    close(model.state_dict().values(), drawn, rtol=0, atol=0)
+    close(model.eval().state_dict().values(), [v.mean(0) for v in opt.vertices()])
+    close(model.train().state_dict().values(), drawn, rtol=0, atol=0)
+    best = net().state_dict()
+    model.load_state_dict(best)
+    close(model.eval().state_dict().values(), best.values(), rtol=0, atol=0)
+
+
+def clone(x):
+    return pickle.loads(pickle.dumps(x))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, clone, AveragedModel])
+def test_a_copy_of_a_followed_model_is_on_its_own(duplicate):
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    opt.follow(model)
+    drawn = [p.detach().clone() for p in model.parameters()]
+    other = duplicate(model)
+    x = torch.zeros(1, 5).double()
+    loss = model(x).sum()
+    other.eval()(x)
+    other.state_dict()
+    loss.backward()
+    close(model.parameters(), drawn, rtol=0, atol=0)
+    opt.step()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, clone])
+@pytest.mark.parametrize("model_first", [True, False])
+def test_copies_of_model_and_optimizer_follow_each_other(duplicate, model_first):
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    opt.follow(model)
+    if model_first:
+        other, again = duplicate((model, opt))
+    else:
+        again, other = duplicate((opt, model))
+    drawn = [p.detach().clone() for p in model.parameters()]
+    other.eval()(torch.zeros(1, 5).double())
+    close(other.parameters(), [v.mean(0) for v in again.vertices()])
+    close(model.parameters(), drawn, rtol=0, atol=0)
+    model.eval()(torch.zeros(1, 5).double())
+    close(model.parameters(), other.parameters(), rtol=0, atol=0)
+
+
 def test_a_point_that_was_set_stays_and_is_trained():
     model = net()
     opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
@@ -59,6 +112,8 @@ def test_a_point_that_was_set_stays_and_is_trained():
     assert not torch.equal(opt.alpha, torch.tensor([0.0, 1.0, 0.0]).double())
     with pytest.raises(ValueError, match=r"\[3\].*\[2\]"):
         opt.set_point([0.5, 0.5])
+    with pytest.raises(ValueError, match="nan"):
+        opt.set_point([0.5, 0.5, torch.nan])
 
 
 def test_exported_vertices_are_plain_networks():

@@ -133,6 +133,21 @@ def test_errors_name_the_offending_value(call, message):
         call(net().parameters())
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_parameters_that_share_memory_are_a_clear_error():
+    memory = torch.zeros(8)
+    a, b, c = (nn.Parameter(part) for part in (memory[:5], memory[3:], memory[5:]))
+    opt = SubspaceSGD([a], lr=0.1, n=2)
+    for params in ([b], [c, c]):
+        with pytest.raises(ValueError, match=r"memory of their own.*\[[35]\]"):
+            opt.add_param_group({"params": params})
+    assert len(opt.param_groups) == 1 and len(opt.vertices()) == 1
+    opt.add_param_group({"params": [c]})
+    for p in (a, c):
+        p.grad = torch.ones_like(p)
+    opt.step()
+
+
 def test_sparse_gradients_are_a_clear_error():
     model = nn.Embedding(5, 3, sparse=True)
     opt = SubspaceSGD(model.parameters(), lr=0.1, n=2)
