@@ -1,9 +1,9 @@
 """Reproduce tables of "Continual Learning Beyond a Single Model" (Doan et al. 2023).
 
 Makes the runs that are missing for the tables, in parallel processes, then prints each table, ours
-beside the paper's, and the paper's orderings. Each run leaves a JSON file when it is finished: stop
-the command when you like, and start it again. RESULTS.md (all tables, from all that is stored) and
-a CSV file a table are written anew.
+beside the paper's, and the paper's orderings. Each run leaves a JSON file when it is finished, and
+one that was stopped goes on after its last task: stop the command when you like, and start it
+again. RESULTS.md (all tables, from all that is stored) and a CSV file a table are written anew.
 """
 
 import contextlib

@@ -16,6 +16,7 @@ import ensemblayers as el
 
 from . import metrics
 from .benchmarks import Benchmark
+from .checkpoint import Checkpoint
 from .costs import paper_cost, relative_flops
 from .errors import UsageError
 from .files import whole_file
@@ -33,10 +34,12 @@ def run(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
     learned: Callable[[Method], None] = lambda trained: None,
+    checkpoint: Path | None = None,
 ) -> dict[str, Any]:
     """Train a method on all tasks in turn and evaluate after each; return the result.
 
     Args:
+        checkpoint: the file from which a run that was stopped goes on after its last task.
         progress: called after each task with the number of tasks done and their total.
         learned: called after each task with the method, to look at its weights.
 
@@ -44,10 +47,9 @@ def run(
         What is stored as JSON: the accuracy matrix (percent; null where not measured), its
         metrics, relative FLOPs, the configuration, versions and seconds.
     """
-    started = time.perf_counter()
-    torch.manual_seed(seed)
-    order, drawn = (torch.Generator().manual_seed(seed) for _ in range(2))
-    memory = Memory(drawn)
+    identity = {"method": method, "settings": settings, "n": n, "seed": seed, "device": device}
+    kept = checkpoint and Checkpoint(checkpoint, benchmark, identity)
+    state = kept.load() if kept else None
 
     def make() -> torch.nn.Module:
         return benchmark.network(settings.hidden, settings.dropout)
@@ -55,24 +57,33 @@ def run(
     def single() -> torch.nn.Module:
         return benchmark.network(single_hidden(benchmark.name), settings.dropout)
 
-    trained = METHODS[method](lambda: make().to(device), settings, n, memory, benchmark.loss)
     total = benchmark.num_tasks
-    accuracy = torch.full((total, total), torch.nan)
+    if state is None:
+        torch.manual_seed(seed)
+        order, drawn = (torch.Generator().manual_seed(seed) for _ in range(2))
+        memory = Memory(drawn)
+        trained = METHODS[method](lambda: make().to(device), settings, n, memory, benchmark.loss)
+        state = _State(trained, memory, order, drawn, torch.full((total, total), torch.nan))
+    trained, accuracy = state.trained, state.accuracy
     # Joint training meets all tasks at once: one round, whose row is the last.
     rounds = (
         [(total - 1, list(range(total)))] if trained.joint else [(t, [t]) for t in range(total)]
     )
-    for task, tasks in rounds:
+    for task, tasks in rounds[state.done :]:
+        started = time.perf_counter()
         trained.start(0 if trained.joint else task)
         for _ in range(settings.epochs):
-            for x, y in benchmark.batches(tasks, settings.batch, order):
+            for x, y in benchmark.batches(tasks, settings.batch, state.order):
                 trained.step(x, y)
-        memory.store(*benchmark.one_per_class(task, drawn))
+        state.memory.store(*benchmark.one_per_class(task, state.drawn))
         trained.finish(task)
         learned(trained)
         accuracy[task, : task + 1] = evaluate(trained.predictor(), benchmark, task + 1)
+        state.done += 1
+        state.seconds += time.perf_counter() - started
+        if kept:
+            kept.save(state)
         progress(task + 1, total)
-    seconds = time.perf_counter() - started
     images = torch.zeros(10, *benchmark.shape)
     return {
         "benchmark": benchmark.name,
@@ -93,7 +104,7 @@ def run(
             **relative_flops(method, make, settings, n, benchmark.shape, single),
             "paper": paper_cost(method, n, make(), images, single()),
         },
-        "seconds": round(seconds, 2),
+        "seconds": round(state.seconds, 2),
         "device": device.type,
         "versions": {
             "ensemblayers": el.__version__,
@@ -101,6 +112,19 @@ def run(
             "python": platform.python_version(),
         },
     }
+
+
+@dataclasses.dataclass
+class _State:
+    """A run between two tasks."""
+
+    trained: Method
+    memory: Memory
+    order: torch.Generator
+    drawn: torch.Generator
+    accuracy: Tensor
+    done: int = 0  # Rounds.
+    seconds: float = 0.0
 
 
 @torch.no_grad()

@@ -105,8 +105,13 @@ def execute(
     torch.set_num_threads(threads)
     benchmark = BENCHMARKS[key.benchmark](key.seed, data_root, False).to(torch.device(device))
     where = torch.device(device)
-    result = run(benchmark, key.method, key.settings, key.n, key.seed, where, progress=go_on)
+    path = folder / key.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")  # Ignored by git.
+    identity = (key.method, key.settings, key.n, key.seed)
+    result = run(benchmark, *identity, where, progress=go_on, checkpoint=part)
     keep(result, folder, key)
+    part.unlink(missing_ok=True)
     return key
 
 
