@@ -5,6 +5,7 @@ optimizer. A training step is the model's own forward and backward pass and one 
 vertices: see :mod:`ensemblayers.ops.mix_next`.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -390,11 +391,12 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name in _OWN_STATE}
-        return {**super().__getstate__(), **own}
+        # Without the state, views that are made anew: pickle would write their memory for each.
+        return {**super().__getstate__(), **own, "state": {}}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({**state, "state": defaultdict(dict)})
         # Copies of parameters don't share memory with copies of their aliases.
         for block in self._blocks:
             block.shards = [local(p.detach()) for p in block.params]

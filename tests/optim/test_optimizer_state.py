@@ -63,6 +63,14 @@ def test_copies_of_model_and_optimizer_train_on_together(duplicate):
     assert again.vertices()[0].data_ptr() != opt.vertices()[0].data_ptr()
 
 
+def test_a_pickle_holds_the_vertices_once_and_not_for_each_parameter():
+    def size(layers):
+        model = nn.Sequential(*(nn.Linear(120 // layers, 120 // layers) for _ in range(layers**2)))
+        return len(pickle.dumps(SubspaceSGD(model.parameters(), lr=0.1, n=3, momentum=0.9)))
+
+    assert size(6) < 1.2 * size(1)  # Of as many weights.
+
+
 def test_state_of_another_number_of_vertices_is_an_error():
     opt = SubspaceSGD(net().parameters(), lr=0.1, n=3)
     with pytest.raises(ValueError, match=r"n=2.*n=3|n=3.*n=2"):
