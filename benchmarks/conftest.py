@@ -50,7 +50,8 @@ def one_seed(request):
 def compare(benchmark, request):
     """Time ``candidate`` and ``baseline``, each a pair of a name and a function, in turn.
 
-    ``check`` raises if one of them computes something wrong. Further keywords go to extra_info and,
+    ``check`` raises if one of them computes something wrong. A round is a multiple of ``cycle``
+    calls, of which some take longer. Further keywords go to extra_info and,
     where the table has a column of that name, into the table.
     """
 
@@ -61,6 +62,7 @@ def compare(benchmark, request):
         *,
         check: Callable[[], None],
         seconds: float = 0.5,
+        cycle: int = 1,
         **info: Any,
     ) -> None:
         check()
@@ -69,7 +71,7 @@ def compare(benchmark, request):
             benchmark.pedantic(new)
             return
         budget = request.config.getoption("seconds") or seconds
-        iterations, rounds = _plan(new, old, budget)
+        iterations, rounds = _plan(new, old, budget, cycle)
         old_times: list[float] = []
 
         def once():
@@ -114,10 +116,12 @@ def _round(function: Callable[[], Any], iterations: int) -> float:
     return (perf_counter() - start) / iterations
 
 
-def _plan(new: Callable[[], Any], old: Callable[[], Any], budget: float) -> tuple[int, int]:
+def _plan(
+    new: Callable[[], Any], old: Callable[[], Any], budget: float, cycle: int
+) -> tuple[int, int]:
     """Warm both up, and choose the calls a round and the rounds."""
-    slow, fast = (min(_round(f, 1), _round(f, 1)) for f in (new, old))
-    iterations = max(1, math.ceil(ROUND / fast))
+    slow, fast = (min(_round(f, cycle), _round(f, cycle)) for f in (new, old))
+    iterations = cycle * max(1, math.ceil(ROUND / fast / cycle))
     return iterations, min(100, max(5, int(budget / (iterations * (fast + slow)))))
 
 

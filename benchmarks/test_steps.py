@@ -25,6 +25,7 @@ from references import Eager, at_points, close, compiled, mixed
 from torch import Tensor, nn
 
 import ensemblayers as el
+from ensemblayers import _ahead
 
 LR, MOMENTUM, SIGMA = 1e-3, 0.9, 0.1
 GOALS = {
@@ -203,6 +204,7 @@ def test_step(compare, case, name, tmp_path):
         ("one network + SGD", baseline.step),
         check=lambda: None,
         seconds=3.0 if headline else 1.0,
+        cycle=_ahead.STEPS if headline else 1,
         goal=GOALS.get((case, int(name[-1]))) if headline else None,
         memory={"peak": peak, "baseline": one, "ratio": peak / one},
     )
@@ -330,6 +332,7 @@ def peak_memory(training: Training, trace) -> int:
         opt.zero_grad()
         held = [p for group in opt.param_groups for p in group["params"]]
         held += [t for s in opt.state.values() for t in s.values() if isinstance(t, Tensor)]
+        held += [b.ahead.kept for b in getattr(opt, "_blocks", ()) if b.ahead]  # With the points.
         before |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True

@@ -5,10 +5,15 @@ import itertools
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from ._gradients import users
+
+if TYPE_CHECKING:
+    from ._ahead import Ahead
 
 
 @dataclass
@@ -30,6 +35,8 @@ class Block:
     numbers: Tensor | None = None  # What a captured step reads.
     steps: list[int] = field(default_factory=list)  # Updates of each parameter so far.
     versions: list[tuple[int, int]] = field(default_factory=list)  # As this optimizer wrote them.
+    ahead: "Ahead | None" = None  # A cycle of steps that is under way.
+    users: int | None = None  # Of the vertices' memory, beside those who call for views.
 
     @classmethod
     def of(
@@ -79,6 +86,20 @@ class Block:
         self.vertices = padded(len(rows), old.shape[1], dtype=old.dtype, device=old.device)
         for new, row in zip(self.vertices, rows, strict=True):
             new.copy_(row)
+        self.ahead = self.users = None
+
+    def count_users(self) -> None:
+        """Note how many tensors use the vertices' memory now, none of them a user's own."""
+        self.users = users(self.vertices.untyped_storage())
+
+    def is_viewed(self) -> bool:
+        """Whether somebody else holds views of the vertices, or nobody can tell."""
+        now = users(self.vertices.untyped_storage())
+        return self.users is None or now is None or now > self.users
+
+    def buffer_versions(self) -> list[int]:
+        """Versions of vertices and moments, which tell of others' writes to them."""
+        return [t._version for t in (self.vertices, *self.moments.values())]
 
     def select(self, which: Iterable[int]) -> tuple[list[Tensor], list[int]]:
         """Some of the parameters' shards and their first columns."""

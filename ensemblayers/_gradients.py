@@ -18,7 +18,7 @@ from ._transforms import has_tangents, is_recorded, transformed
 _FIRST = 2**63 - 1
 LARGE = 1 << 20  # Bytes from which on reuse pays.
 _kept = WeakTensorKeyDictionary()
-_users = getattr(torch._C, "_storage_Use_Count", None)
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def gradient_memory(leaf: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def gradient_memory(leaf: Tensor) -> Tensor:
     Its memory is that of the last such tensor, unless a tensor still uses that.
     """
     size = leaf.numel() * leaf.element_size()
-    if size < LARGE or leaf.device.type != "cpu" or not leaf.is_leaf or _users is None:
+    if size < LARGE or leaf.device.type != "cpu" or not leaf.is_leaf or _use_count is None:
         return torch.empty_like(leaf)
     # Taken out while it is looked at: another thread's backward pass finds nothing here.
     storage = _kept.pop(leaf, None)
@@ -45,7 +45,12 @@ def gradient_memory(leaf: Tensor) -> Tensor:
 def _is_used(storage: torch.UntypedStorage) -> bool:
     """Whether a tensor, another process, or a holder of the storage itself has this memory too."""
     # The caller's name, this one, and the count's own argument hold it.
-    return _users(storage._cdata) > 1 or storage.is_shared() or sys.getrefcount(storage) > 3
+    return users(storage) > 1 or storage.is_shared() or sys.getrefcount(storage) > 3
+
+
+def users(storage: torch.UntypedStorage) -> int | None:
+    """How many tensors, and other holders, a storage has; None where torch does not say."""
+    return None if _use_count is None else _use_count(storage._cdata)
 
 
 @functools.cache

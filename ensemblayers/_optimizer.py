@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from . import _ahead
+from ._ahead import Ahead
 from ._flat import Block, check_apart, is_sharded, local, share
 from ._follow import Follower
 from ._init import check_sigma
@@ -109,7 +111,11 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         self._write()
 
     def vertices(self) -> list[Tensor]:
-        """The vertices of each parameter, ``[n, *shape]`` each, as views of the optimizer's own."""
+        """The vertices of each parameter, ``[n, *shape]`` each, as views of the optimizer's own.
+
+        On a CPU steps take a little longer as long as somebody holds them.
+        """
+        self._settle()
         return [self.state[p]["vertices"][: self.n] for p in self._parameters()]
 
     def export(self, i: int) -> list[Tensor]:
@@ -141,6 +147,7 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
                 f"expected {len(shapes)} tensors of the parameters' shapes {shapes}, "
                 f"got {[tuple(t.shape) for t in tensors]}"
             )
+        self._settle()
         given = dict(zip(self._parameters(), tensors, strict=True))
         for block in self._blocks:
             row = torch.empty_like(block.vertices[:1])
@@ -151,6 +158,7 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
 
     def clear_frozen(self) -> None:
         """Remove the frozen vertices."""
+        self._settle()
         for block in self._blocks:
             block.set_rows(block.vertices[: self.n])
         self._set_frozen(0)
@@ -165,6 +173,7 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         """
         for block in self._blocks:
             block.find()
+            block.ahead = None
             self._fill(block, self.sigma if sigma is None else sigma, first)
         self.forget()
         self._write()
@@ -172,7 +181,10 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
     @torch.no_grad()
     def forget(self) -> None:
         """Forget momentum, steps and accumulated gradients; keep the vertices and the point."""
+        self._settle()
         for block in self._blocks:
+            if block.ahead is not None:
+                block.ahead.rule = None  # The points to come were with momentum.
             for moment in block.moments.values():
                 moment.zero_()
             block.steps = [0] * len(block.steps)
@@ -333,8 +345,14 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         """
         if any(block.gradients is not None for block in self._blocks):
             raise RuntimeError("gradients of several draws can't be saved: call step() first")
+        self._settle()
+        out = super().state_dict()
+        cycles = [block.ahead for block in self._blocks]
+        for block, ahead in zip(self._blocks, cycles, strict=True):
+            if ahead is not None:
+                self._add_points(out, block, ahead.points.clone())
         return {
-            **super().state_dict(),
+            **out,
             "subspace": {
                 "kind": type(self).__name__,
                 "n": self.n,
@@ -345,6 +363,7 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
                 "draws": self._draws,
                 "fills": self._fills,
                 "steps": [block.steps for block in self._blocks],
+                "ahead": [None if ahead is None else ahead.state() for ahead in cycles],
             },
         }
 
@@ -375,21 +394,29 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         for block in self._blocks:
             # What was saved, whatever this optimizer's own groups kept so far.
             block.moments = {}
-            block.add_moments([k for k in given[block.params[0]] if k != "vertices"], self.n)
+            names = given[block.params[0]].keys() - {"vertices", "points"}
+            block.add_moments(sorted(names), self.n)
         self.state.clear()
         self._publish()
         for p, state in given.items():
-            for name, value in state.items():
-                local(self.state[p][name]).copy_(local(value))
+            for name in self.state[p]:
+                local(self.state[p][name]).copy_(local(state[name]))
         self._fixed, self._drawn = own["fixed"], own["drawn"]
         self._seed, self._draws, self._fills = own["seed"], own["draws"], own["fills"]
         self._processes, self._apart = processes(), False
-        for block, steps in zip(self._blocks, own["steps"], strict=True):
+        cycles = own.get("ahead") or [None] * len(self._blocks)
+        for block, steps, cycle in zip(self._blocks, own["steps"], cycles, strict=True):
             block.steps = list(steps)
             block.gradients, block.gathered = None, set()
+            if cycle is not None and _ahead.fits(block):
+                block.ahead = Ahead(block)
+                block.ahead.load(cycle)
+                for k, p in enumerate(block.params):
+                    block.view(block.ahead.points, k).copy_(given[p]["points"])
         self._write()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         own = {name: value for name, value in vars(self).items() if name in _OWN_STATE}
         # Without the state, views that are made anew: pickle would write their memory for each.
         return {**super().__getstate__(), **own, "state": {}}
@@ -400,6 +427,9 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         # Copies of parameters don't share memory with copies of their aliases.
         for block in self._blocks:
             block.shards = [local(p.detach()) for p in block.params]
+            block.users = None
+            if block.ahead is not None:
+                block.ahead.versions = block.buffer_versions()
         for follower in self._followers:
             follower.optimizer = self
         self._rebind_groups()
@@ -460,6 +490,13 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         check_apart(shards)
         return blocks
 
+    def _add_points(self, state: dict[str, Any], block: Block, points: Tensor) -> None:
+        """Add a cycle's points to a state_dict, parameter by parameter as the vertices."""
+        index = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        for k, p in enumerate(block.params):
+            i = index[id(p)]
+            state["state"][i] = {**state["state"][i], "points": block.view(points, k)}
+
     def _publish(self) -> None:
         """Show the buffers as the parameters' state."""
         for block in self._blocks:
@@ -468,6 +505,8 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
                 state["vertices"] = block.shown(block.vertices, k)
                 for name, moment in block.moments.items():
                     state[name] = block.shown(moment, k)
+            if block.users is None:
+                block.count_users()
 
     def _rebind_groups(self) -> None:
         """Find the groups again after torch replaced them."""
@@ -493,7 +532,7 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
             double = any(block.vertices.dtype == torch.float64 for block in self._blocks)
             dtype = torch.float64 if double else torch.float32
             generator = counted_generator(self._seed, batch)
-            self._points = sample_simplex(rows, _BATCH, dtype=dtype, generator=generator).unbind(0)
+            self._points = sample_simplex(rows, _BATCH, dtype=dtype, generator=generator)
         self._drawn = self._points[at]
 
     def _switch(self, mode: str) -> None:
@@ -510,10 +549,27 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
     def _write(self) -> None:
         """Write the point in force into the parameters."""
         self._meet()
+        self._settle()
         for block in self._blocks:
             block.find()
-            mix_(block.vertices, self.alpha, block.shards, block.columns)
+            self._mix(block, self.alpha, block.shards)
         self._record()
+
+    def _mix(self, block: Block, alpha: Tensor, out: list[Tensor]) -> None:
+        """Write a point of a settled block into tensors like its parameters."""
+        ahead, present = block.ahead, None
+        if ahead is not None and alpha is self._drawn and ahead.holds(block, self._draws):
+            present = ahead.present  # To the bit what a step wrote.
+        if present is None:
+            mix_(block.vertices, alpha, out, block.columns)
+        else:
+            mix_(present, torch.ones(1), out, block.columns)
+
+    def _settle(self) -> None:
+        """Bring the vertices up to date."""
+        for block in self._blocks:
+            if block.ahead is not None:
+                block.ahead.settle(block, self.n)
 
     def _record(self) -> None:
         """Remember what the parameters hold."""
@@ -548,10 +604,11 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         if block.now() == block.versions:
             return True
         block.find()
+        self._settle()
         held = [torch.empty_like(p) for p in block.shards]
         # Weights saved at another point of these vertices are no loss either.
         for alpha in (self._written, self._drawn, self._midpoint()):
-            mix_(block.vertices, alpha, held, block.columns)
+            self._mix(block, alpha, held)
             if all(map(torch.equal, held, block.shards)):
                 return True
         return False
@@ -559,6 +616,16 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
     def _step(self, block: Block, alpha: Tensor, target: Tensor) -> None:
         grads = block.gradients_now()
         moments = self._moments(block)
+        rule = self._rule(block.group, block.steps[0] + 1)
+        alone = self._fixed is None and self._processes <= 1  # Ranks must not differ by a bit.
+        if alone and _ahead.takes(block, rule, grads, self.n):
+            if block.ahead is None:
+                block.ahead = Ahead(block)
+            coming = self._points[self._draws % _BATCH :]
+            block.ahead.step(block, moments, grads, alpha, rule, self._draws, coming)
+            block.steps = [steps + 1 for steps in block.steps]
+            return
+        self._leave(block)
         # One call, unless some parameters miss steps for want of a gradient.
         parts: dict[int | None, list[int]] = {}
         for k, g in enumerate(grads):
@@ -573,6 +640,12 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
             step_(rule, block.vertices, moments, params, own, columns, alpha, target)
             for k in which:
                 block.steps[k] += 1
+
+    def _leave(self, block: Block) -> None:
+        """Leave a cycle of steps for one of another kind."""
+        if block.ahead is not None:
+            block.ahead.settle(block, self.n)
+            block.ahead = None
 
     def _step_captured(self) -> None:
         """The step's kernels alone, with numbers that :meth:`prepare` writes."""
@@ -626,6 +699,7 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
 
     def _step_accumulated(self, block: Block, alpha: Tensor) -> None:
         """The general path: n gradients of their own."""
+        self._leave(block)
         self._collect(block, alpha)
         buffers = self._moments(block)
         for k in sorted(block.gathered):

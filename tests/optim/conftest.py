@@ -11,3 +11,9 @@ def backend(request, monkeypatch):
     elif not native.available():
         pytest.skip("no C++ compiler")
     return request.param
+
+
+@pytest.fixture
+def native_only():
+    if not native.available():
+        pytest.skip("no C++ compiler")
