@@ -306,7 +306,7 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if _is_capturing():
+        if _is_capturing(self._blocks):
             self._step_captured()
             return loss
         self._meet()
@@ -616,17 +616,29 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
     def _step(self, block: Block, alpha: Tensor, target: Tensor) -> None:
         grads = block.gradients_now()
         moments = self._moments(block)
+        if len(set(block.steps)) == 1 and not any(g is None for g in grads):
+            self._step_whole(block, moments, grads, alpha, target)
+        else:
+            self._step_parts(block, moments, grads, alpha, target)
+
+    def _step_whole(self, block, moments, grads, alpha, target) -> None:
+        """The step of a block whose parameters all take part, as in all steps so far."""
         rule = self._rule(block.group, block.steps[0] + 1)
         alone = self._fixed is None and self._processes <= 1  # Ranks must not differ by a bit.
-        if alone and _ahead.takes(block, rule, grads, self.n):
+        if alone and _ahead.takes(block, rule, self.n):
             if block.ahead is None:
                 block.ahead = Ahead(block)
             coming = self._points[self._draws % _BATCH :]
             block.ahead.step(block, moments, grads, alpha, rule, self._draws, coming)
-            block.steps = [steps + 1 for steps in block.steps]
-            return
+        else:
+            self._leave(block)
+            buffers = (block.vertices, moments, block.shards, grads, block.columns)
+            step_(rule, *buffers, alpha, target)
+        block.steps = [steps + 1 for steps in block.steps]
+
+    def _step_parts(self, block, moments, grads, alpha, target) -> None:
+        """The step of a block some of whose parameters miss it, or missed others."""
         self._leave(block)
-        # One call, unless some parameters miss steps for want of a gradient.
         parts: dict[int | None, list[int]] = {}
         for k, g in enumerate(grads):
             parts.setdefault(None if g is None else block.steps[k], []).append(k)
@@ -721,5 +733,6 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         return tuple(block.moments[name] for name in names)
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _is_capturing(blocks: list[Block]) -> bool:
+    on_cuda = any(block.vertices.is_cuda for block in blocks)  # torch.cuda is slow to ask.
+    return on_cuda and torch.cuda.is_current_stream_capturing()

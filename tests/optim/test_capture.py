@@ -25,7 +25,7 @@ def test_a_captured_step_reads_its_numbers_when_it_is_replayed(subspace, monkeyp
             if captured and step > 1:
                 opt.prepare()
                 with monkeypatch.context() as patch:
-                    patch.setattr(_optimizer, "_is_capturing", lambda: True)
+                    patch.setattr(_optimizer, "_is_capturing", lambda blocks: True)
                     opt.step()
             else:
                 opt.step()
@@ -36,7 +36,7 @@ def test_a_captured_step_reads_its_numbers_when_it_is_replayed(subspace, monkeyp
 
 def test_a_capture_needs_a_step_and_all_gradients(monkeypatch):
     opt = SubspaceSGD(net().parameters(), lr=0.1, n=3)
-    monkeypatch.setattr(_optimizer, "_is_capturing", lambda: True)
+    monkeypatch.setattr(_optimizer, "_is_capturing", lambda blocks: True)
     with pytest.raises(RuntimeError, match="before the capture"):
         opt.step()
 
