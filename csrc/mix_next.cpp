@@ -622,6 +622,7 @@ void sgd_follow(Tensor points, Tensor kept, std::vector<Tensor> params, std::vec
         case 0: return run(std::integral_constant<int, 0>{});
         case 1: return run(std::integral_constant<int, 1>{});
       }
+      STD_TORCH_CHECK(false, "expected at most one older gradient, as many as cycles of 3 steps have");
     });
   });
 }
