@@ -346,10 +346,10 @@ void adamw_step(Tensor vertices, Tensor exp_avg, Tensor exp_avg_sq, std::vector<
 // --------------------------------------------------------------------------- SGD with points ahead
 //
 // SGD is linear in vertices and gradients. A full pass writes not the next point alone, but also
-// those of the steps after it, as they would be without the gradients until then. Each of these steps
-// subtracts what the gradients so far change of its point, and keeps its own gradient, which the next
-// full pass applies to the vertices. With G_j the gradient taken at the point alpha_j, the point
-// alpha_t is off by
+// those of the steps after it, as they would be without the gradients until then. Each of these
+// steps subtracts what the gradients so far change of its point, and keeps its own gradient, which
+// the next full pass applies to the vertices. With G_j the gradient taken at the point alpha_j, the
+// point alpha_t is off by
 //   sum_j h(t - 1 - j) <alpha_t, alpha_j> G_j.
 // Positions count from a full pass: the point that it writes into the parameters is at 0, row t - 1
 // of `points` is the one at t, and `kept` holds the gradients of the positions before the present.
@@ -395,7 +395,7 @@ struct Cycle {
         rows(alphas.size(1)),
         alphas(weights<double>(alphas)) {}
 
-  // The factors of the last `count` gradients up to position `last` in what the point at t is off by.
+  // The factors in what the point at t is off by, of the `count` gradients up to position `last`.
   template <class V>
   std::vector<V> factors(int64_t t, int64_t last, int64_t count) const {
     std::vector<V> out;
@@ -622,7 +622,7 @@ void sgd_follow(Tensor points, Tensor kept, std::vector<Tensor> params, std::vec
         case 0: return run(std::integral_constant<int, 0>{});
         case 1: return run(std::integral_constant<int, 1>{});
       }
-      STD_TORCH_CHECK(false, "expected at most one older gradient, as many as cycles of 3 steps have");
+      STD_TORCH_CHECK(false, "expected at most one older gradient, as in cycles of 3 steps");
     });
   });
 }
