@@ -64,6 +64,20 @@ void for_blocks(const std::vector<Range>& all, const Body& body) {
   });
 }
 
+// Calls element(j) for a block's elements, and before each line of the cache fetch(j) with the first
+// element of a later one, to ask for it: so many streams are more than processors foresee.
+template <class V, class Fetch, class Element>
+void for_lines(int64_t count, const Fetch& fetch, const Element& element) {
+  constexpr int64_t kLine = 64 / sizeof(V), kLines = 4;
+  int64_t j = 0;
+  for (; j + kLine <= count; j += kLine) {
+    fetch(j + kLines * kLine);
+#pragma GCC ivdep
+    for (int64_t k = j; k < j + kLine; ++k) element(k);
+  }
+  for (; j < count; ++j) element(j);
+}
+
 template <class V, class P>
 void store(const V* __restrict from, P* __restrict to, int64_t count) {
   for (int64_t j = 0; j < count; ++j) to[j] = static_cast<P>(from[j]);
@@ -192,20 +206,15 @@ void step_group(Rule rule, const Buffers<V>& b, int64_t i0, const P* __restrict 
     }
     sum[j] = total;
   };
-  // So many streams are more than processors foresee: each line is asked for a few lines ahead.
-  constexpr int64_t kLine = 64 / sizeof(V), kAhead = 4 * kLine;
-  int64_t j = 0;
-  for (; j + kLine <= count; j += kLine) {
+  const auto fetch = [&](int64_t j) {
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) {
-      __builtin_prefetch(w[i] + j + kAhead, 1);
-      if constexpr (Rule::kMoments > 0) __builtin_prefetch(m[i] + j + kAhead, 1);
-      if constexpr (Rule::kMoments > 1) __builtin_prefetch(s[i] + j + kAhead, 1);
+      __builtin_prefetch(w[i] + j, 1);
+      if constexpr (Rule::kMoments > 0) __builtin_prefetch(m[i] + j, 1);
+      if constexpr (Rule::kMoments > 1) __builtin_prefetch(s[i] + j, 1);
     }
-#pragma GCC ivdep
-    for (int64_t k = j; k < j + kLine; ++k) element(k);
-  }
-  for (; j < count; ++j) element(j);
+  };
+  for_lines<V>(count, fetch, element);
 }
 
 // A block of columns: the vertices in groups of equal size, as far as that goes, then frozen ones.
@@ -492,23 +501,19 @@ void cycle_block(Rule rule, const std::vector<Buffers<V>>& steps, const Buffers<
 #pragma GCC unroll 8
     for (int k = 0; k < kMore; ++k) to[k][j] = later[k];
   };
-  constexpr int64_t kLine = 64 / sizeof(V), kAhead = 4 * kLine;
-  int64_t j = 0;
-  for (; j + kLine <= count; j += kLine) {
+  const auto fetch = [&](int64_t j) {
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) {
-      __builtin_prefetch(w[i] + j + kAhead, 1);
-      if constexpr (kMoment) __builtin_prefetch(m[i] + j + kAhead, 1);
+      __builtin_prefetch(w[i] + j, 1);
+      if constexpr (kMoment) __builtin_prefetch(m[i] + j, 1);
     }
 #pragma GCC unroll 8
     for (int k = 0; k < kMore; ++k) {
-      __builtin_prefetch(past[k] + j + kAhead);
-      __builtin_prefetch(to[k] + j + kAhead, 1);
+      __builtin_prefetch(past[k] + j);
+      __builtin_prefetch(to[k] + j, 1);
     }
-#pragma GCC ivdep
-    for (int64_t k = j; k < j + kLine; ++k) element(k);
-  }
-  for (; j < count; ++j) element(j);
+  };
+  for_lines<V>(count, fetch, element);
 }
 
 // A full pass: kept gradients, taken at all points of `taken` but the last, the present one, taken
@@ -551,10 +556,10 @@ void sgd_cycle(Tensor vertices, std::optional<Tensor> momentum_buffer, std::vect
                                                of_m.data(), g, point, column, count);
           };
           switch (n) {
-            case 2: return run(std::integral_constant<int, 2>{});
             case 3: return run(std::integral_constant<int, 3>{});
             case 4: return run(std::integral_constant<int, 4>{});
             case 5: return run(std::integral_constant<int, 5>{});
+            case 6: return run(std::integral_constant<int, 6>{});
           }
         }
         V sum[kBlock];

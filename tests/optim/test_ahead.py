@@ -65,7 +65,7 @@ def test_most_steps_go_without_a_full_pass(steps):
     assert steps.count("between") > 0.6 * len(steps)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize(
     ("dtype", "frozen"), [(torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 0)]
 )
