@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .benchmarks import Benchmark
+from .errors import UsageError
 from .files import whole_file
 from .graphs import GraphedBackward
 
@@ -36,7 +37,11 @@ class Checkpoint:
             pickler.dump((state, torch.get_rng_state(), cuda))
 
     def load(self) -> Any:
-        """The state that was saved, with torch's generators put back; None where there is none."""
+        """The state that was saved, with torch's generators put back; None where there is none.
+
+        Raises:
+            UsageError: a file that is damaged, or of another version's code.
+        """
         try:
             with self.path.open("rb") as file:
                 unpickler = _Unpickler(file, self.benchmark)
@@ -45,8 +50,13 @@ class Checkpoint:
                 state, cpu, cuda = unpickler.load()
         except FileNotFoundError:
             return None
-        except (EOFError, pickle.UnpicklingError, AttributeError, ImportError):
-            return None  # Damaged, or of another version's code.
+        except OSError:
+            raise
+        except Exception as error:  # Damage may raise any.
+            raise UsageError(
+                f"can't go on from {self.path} ({type(error).__name__}: {error}): move it away to "
+                "begin the run anew"
+            ) from None
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)

@@ -1,12 +1,14 @@
 """Runs that were stopped between two tasks."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
 from examples import run as runs
 from examples.benchmarks import rotated_digits
+from examples.errors import UsageError
 from examples.methods import METHODS
 from examples.run import run
 from examples.settings import settings_for
@@ -45,11 +47,16 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(method, tmp_path, monke
     assert len(rounds) == (0 if METHODS[method].joint else 1)
 
 
-def test_a_file_of_another_run_or_of_none_is_left_alone(tmp_path):
+def test_a_file_of_another_run_is_left_alone_and_a_damaged_one_is_an_error(tmp_path):
     path = tmp_path / "run.part"
     with pytest.raises(Stopped):
         made("naive", 1, path, 2)
     for other in ({"seed": 1}, {"lr": 0.01}):
         assert made("naive", 1, path, **other) == made("naive", 1, **other)
-    path.write_bytes(b"junk")
-    assert made("naive", 1, path) == made("naive", 1)
+    with pytest.raises(Stopped):
+        made("naive", 1, path, 2)
+    for damaged in (b"junk", b"", path.read_bytes()[:-100]):
+        path.write_bytes(damaged)
+        with pytest.raises(UsageError, match=re.escape(f"{path}")):
+            made("naive", 1, path)
+        assert path.read_bytes() == damaged
