@@ -36,7 +36,10 @@ class Follower:
         """Stop to follow the model."""
         for handle in self._handles:
             handle.remove()
+        if self.optimizer is not None:
+            self.optimizer.followers.remove(self)
         self.optimizer = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "optimizer": None}
+        # The handles would take all hooks of the model along with a copy of the optimizer.
+        return {"optimizer": None, "_handles": []}

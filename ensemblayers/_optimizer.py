@@ -1,11 +1,11 @@
 """What the subspace optimizers have in common: all but the update rule.
 
 The model stays a plain module and holds one point of the simplex; the n vertices live in the
-optimizer. A training step is the model's own forward and backward pass and one fused pass over the
-vertices: see :mod:`ensemblayers.ops.mix_next`.
+optimizer. A training step is the model's own forward and backward pass and a fused pass over the
+vertices (:mod:`ensemblayers.ops.mix_next`), or, on a CPU, less than that in most steps of SGD
+(:mod:`ensemblayers._ahead`).
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -14,22 +14,20 @@ from torch import Tensor, nn
 
 from . import _ahead
 from ._ahead import Ahead
-from ._flat import Block, check_apart, is_sharded, local, share
+from ._flat import Block, check_apart, is_sharded, share
 from ._follow import Follower
 from ._init import check_sigma
 from ._ranks import Ranks
+from ._saving import Saving
 from ._seed import common_seed, counted_generator, processes
 from .ops.mix_next import AdamW, Rule, mix_, step_
 from .simplex import check_member, check_n, sample_simplex
 
-_OWN_STATE = ("n", "sigma", "frozen", "_mode", "_fixed", "_drawn", "_blocks")
-_OWN_STATE += ("_seed", "_draws", "_fills", "_batch", "_points", "_processes", "_left_out")
-_OWN_STATE += ("_followers",)
 _BATCH = 64  # Points that are drawn at a time.
 _FIRST_FILL = 2**40  # The first count of the vertices' noise, past those of the points.
 
 
-class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
+class SubspaceOptimizer(Ranks, Saving):
     def __init__(
         self,
         params: Iterable[Any],
@@ -50,7 +48,7 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         self._batch = (-1, 0, 0)
         self._blocks: list[Block] = []
         self._left_out: list[Tensor] = []  # Frozen parameters: they stay as they are.
-        self._followers: list[Follower] = []
+        self.followers: list[Follower] = []
         super().__init__(params, defaults)
         self._draw()
         self._write()
@@ -259,8 +257,8 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         Returns:
             What follows; its ``remove()`` ends that.
         """
-        self._followers.append(Follower(self, model))
-        return self._followers[-1]
+        self.followers.append(Follower(self, model))
+        return self.followers[-1]
 
     def switch(self, mode: Literal["train", "eval"]) -> None:
         """:meth:`train` or :meth:`eval`, where the mode is not that already."""
@@ -335,122 +333,6 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         for block in self._blocks:
             block.gradients, block.gathered = None, set()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The vertices and moments of each parameter, and the state of the draws.
-
-        Under FSDP the former are DTensors, as torch's own optimizers have them.
-
-        Raises:
-            RuntimeError: between ``accumulate()`` and ``step()``.
-        """
-        if any(block.gradients is not None for block in self._blocks):
-            raise RuntimeError("gradients of several draws can't be saved: call step() first")
-        self._settle()
-        out = super().state_dict()
-        cycles = [block.ahead for block in self._blocks]
-        for block, ahead in zip(self._blocks, cycles, strict=True):
-            if ahead is not None:
-                self._add_points(out, block, ahead.points.clone())
-        return {
-            **out,
-            "subspace": {
-                "kind": type(self).__name__,
-                "n": self.n,
-                "frozen": self.frozen,
-                "fixed": self._fixed,
-                "drawn": self._drawn,
-                "seed": self._seed,
-                "draws": self._draws,
-                "fills": self._fills,
-                "steps": [block.steps for block in self._blocks],
-                "ahead": [None if ahead is None else ahead.state() for ahead in cycles],
-            },
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, and write the point in force into the model.
-
-        The mode stays the optimizer's own: a state saved after ``eval()`` goes on in training.
-
-        Raises:
-            ValueError: the state of another number of vertices, of another optimizer, or of other
-                shards than this process has.
-        """
-        own = state_dict.get("subspace")
-        wanted = (type(self).__name__, self.n)
-        if own is None or (own["kind"], own["n"]) != wanted:
-            found = "none" if own is None else f"that of {own['kind']} with n={own['n']}"
-            raise ValueError(f"expected the state of {wanted[0]} with n={self.n}, got {found}")
-        given = self._match(state_dict, self.n + own["frozen"])
-        # Not the values: torch would cast float32 vertices to the dtype of the parameters.
-        super().load_state_dict({**state_dict, "state": {}})
-        for block in self._blocks:
-            # As many rows as were saved; their values follow.
-            spare = block.vertices[:1].expand(own["frozen"], -1)
-            block.set_rows([*block.vertices[: self.n], *spare])
-        self.frozen = own["frozen"]
-        self._rebind_groups()
-        for block in self._blocks:
-            # What was saved, whatever this optimizer's own groups kept so far.
-            block.moments = {}
-            names = given[block.params[0]].keys() - {"vertices", "points"}
-            block.add_moments(sorted(names), self.n)
-        self.state.clear()
-        self._publish()
-        for p, state in given.items():
-            for name in self.state[p]:
-                local(self.state[p][name]).copy_(local(state[name]))
-        self._fixed, self._drawn = own["fixed"], own["drawn"]
-        self._seed, self._draws, self._fills = own["seed"], own["draws"], own["fills"]
-        self._processes, self._apart = processes(), False
-        cycles = own.get("ahead") or [None] * len(self._blocks)
-        for block, steps, cycle in zip(self._blocks, own["steps"], cycles, strict=True):
-            block.steps = list(steps)
-            block.gradients, block.gathered = None, set()
-            if cycle is not None and _ahead.fits(block):
-                block.ahead = Ahead(block)
-                block.ahead.load(cycle)
-                for k, p in enumerate(block.params):
-                    block.view(block.ahead.points, k).copy_(given[p]["points"])
-        self._write()
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._settle()
-        own = {name: value for name, value in vars(self).items() if name in _OWN_STATE}
-        # Without the state, views that are made anew: pickle would write their memory for each.
-        return {**super().__getstate__(), **own, "state": {}}
-
-    @torch.no_grad()
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "state": defaultdict(dict)})
-        # Copies of parameters don't share memory with copies of their aliases.
-        for block in self._blocks:
-            block.shards = [local(p.detach()) for p in block.params]
-            block.users = None
-            if block.ahead is not None:
-                block.ahead.versions = block.buffer_versions()
-        for follower in self._followers:
-            follower.optimizer = self
-        self._rebind_groups()
-        self._publish()
-        self._write()
-
-    def _match(self, state_dict: dict[str, Any], rows: int) -> dict[Tensor, dict[str, Tensor]]:
-        """The saved state of each parameter; a ValueError unless it fits the parameters."""
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        states = [state_dict["state"].get(i) for i in saved]
-        shapes = [(rows, *local(p).shape) if p in self.state else None for p in params]
-        found = [None if s is None else tuple(local(s["vertices"]).shape) for s in states]
-        if shapes != found:
-            of_shards = any(block.sharded for block in self._blocks)
-            raise ValueError(
-                f"expected vertices of shapes {shapes} (None for frozen parameters), got {found}"
-                + (": were they saved by another number of processes?" if of_shards else "")
-            )
-        return {p: s for p, s in zip(params, states, strict=True) if s is not None}
-
     # -------------------------------------------------------------------------------------- inside
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
@@ -490,13 +372,6 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
         check_apart(shards)
         return blocks
 
-    def _add_points(self, state: dict[str, Any], block: Block, points: Tensor) -> None:
-        """Add a cycle's points to a state_dict, parameter by parameter as the vertices."""
-        index = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        for k, p in enumerate(block.params):
-            i = index[id(p)]
-            state["state"][i] = {**state["state"][i], "points": block.view(points, k)}
-
     def _publish(self) -> None:
         """Show the buffers as the parameters' state."""
         for block in self._blocks:
@@ -507,12 +382,6 @@ class SubspaceOptimizer(Ranks, torch.optim.Optimizer):
                     state[name] = block.shown(moment, k)
             if block.users is None:
                 block.count_users()
-
-    def _rebind_groups(self) -> None:
-        """Find the groups again after torch replaced them."""
-        group_of = {p: group for group in self.param_groups for p in group["params"]}
-        for block in self._blocks:
-            block.group = group_of[block.params[0]]
 
     def _set_frozen(self, frozen: int) -> None:
         self.frozen = frozen

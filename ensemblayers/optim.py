@@ -1,8 +1,8 @@
 """Optimizers that hold a subspace around an untouched model.
 
 The model stays a plain module and holds one point of the simplex; the n vertices live in the
-optimizer. A training step is the model's own forward and backward pass and one fused pass over the
-vertices: see :mod:`ensemblayers.ops.mix_next`.
+optimizer. A training step is the model's own forward and backward pass and at most one fused pass
+over the vertices: see :mod:`ensemblayers.ops.mix_next`.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class SubspaceSGD(SubspaceOptimizer):
     ``opt.train()`` puts the drawn point back.
 
     On a CPU, from three vertices with momentum on, most steps don't touch the vertices: one pass in
-    three writes the points of all three steps. Up to 256 MB are taken for that.
+    three writes the points of all three steps. Up to 256 MB are taken for that, for each group.
 
     Call ``opt.eval()`` before an evaluation and before saving the model's weights, ``opt.train()``
     before training goes on; or ``opt.follow(model)`` once, where a wrapper hides the two. Without

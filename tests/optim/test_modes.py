@@ -79,6 +79,17 @@ def test_a_copy_of_a_followed_model_is_on_its_own(duplicate):
     opt.step()
 
 
+def test_a_copy_of_an_optimizer_leaves_the_hooks_of_the_model_alone():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3)
+    follower = opt.follow(model)
+    model.register_forward_pre_hook(lambda *args: None)  # Can't be pickled.
+    clone(opt)
+    follower.remove()
+    model.eval()(torch.zeros(1, 5).double())
+    assert not opt.followers
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, clone])
 @pytest.mark.parametrize("model_first", [True, False])
 def test_copies_of_model_and_optimizer_follow_each_other(duplicate, model_first):
