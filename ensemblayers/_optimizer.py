@@ -181,8 +181,6 @@ class SubspaceOptimizer(Ranks, Saving):
         """Forget momentum, steps and accumulated gradients; keep the vertices and the point."""
         self._settle()
         for block in self._blocks:
-            if block.ahead is not None:
-                block.ahead.rule = None  # The points to come were with momentum.
             for moment in block.moments.values():
                 moment.zero_()
             block.steps = [0] * len(block.steps)
@@ -339,6 +337,10 @@ class SubspaceOptimizer(Ranks, Saving):
         """A group's update rule for parameters at their step, counted from 1."""
         raise NotImplementedError
 
+    def _kind(self, steps: int) -> int:
+        """What of a parameter's number of steps so far its rule depends on."""
+        return steps
+
     def _moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The names of what a group's rule keeps of each vertex."""
         raise NotImplementedError
@@ -485,13 +487,14 @@ class SubspaceOptimizer(Ranks, Saving):
     def _step(self, block: Block, alpha: Tensor, target: Tensor) -> None:
         grads = block.gradients_now()
         moments = self._moments(block)
-        if len(set(block.steps)) == 1 and not any(g is None for g in grads):
+        kinds = {self._kind(steps) for steps in set(block.steps)}
+        if len(kinds) == 1 and not any(g is None for g in grads):
             self._step_whole(block, moments, grads, alpha, target)
         else:
             self._step_parts(block, moments, grads, alpha, target)
 
     def _step_whole(self, block, moments, grads, alpha, target) -> None:
-        """The step of a block whose parameters all take part, as in all steps so far."""
+        """The step of a block whose parameters all take part, by one and the same rule."""
         rule = self._rule(block.group, block.steps[0] + 1)
         alone = self._fixed is None and self._processes <= 1  # Ranks must not differ by a bit.
         if alone and _ahead.takes(block, rule, self.n):
@@ -506,18 +509,18 @@ class SubspaceOptimizer(Ranks, Saving):
         block.steps = [steps + 1 for steps in block.steps]
 
     def _step_parts(self, block, moments, grads, alpha, target) -> None:
-        """The step of a block some of whose parameters miss it, or missed others."""
+        """The step of a block some of whose parameters miss it, or follow another rule."""
         self._leave(block)
         parts: dict[int | None, list[int]] = {}
         for k, g in enumerate(grads):
-            parts.setdefault(None if g is None else block.steps[k], []).append(k)
-        for steps, which in parts.items():
+            parts.setdefault(None if g is None else self._kind(block.steps[k]), []).append(k)
+        for kind, which in parts.items():
             params, columns = block.select(which)
-            if steps is None:
+            if kind is None:
                 mix_(block.vertices, target, params, columns)
                 continue
             own = [grads[k] for k in which]
-            rule = self._rule(block.group, steps + 1)
+            rule = self._rule(block.group, block.steps[which[0]] + 1)
             step_(rule, block.vertices, moments, params, own, columns, alpha, target)
             for k in which:
                 block.steps[k] += 1

@@ -113,7 +113,6 @@ class Saving(torch.optim.Optimizer):
         self._write()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
         own = {name: value for name, value in vars(self).items() if name in _OWN}
         # Without the state, views that are made anew: pickle would write their memory for each.
         return {**super().__getstate__(), **own, "state": {}}

@@ -89,6 +89,9 @@ class SubspaceSGD(SubspaceOptimizer):
         }
         super().__init__(params, defaults, n, sigma, generator)
 
+    def _kind(self, steps: int) -> int:
+        return min(steps, 1)
+
     def _moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 

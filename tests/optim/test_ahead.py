@@ -123,59 +123,220 @@ def test_copies_go_on_to_the_bit(when, duplicate):
     close(pairs[1][0].parameters(), model.parameters(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", SGD)
-@pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_between_the_steps_are_those_of_explicit_copies(options, seed):
-    model = net()
-    opt = SubspaceSGD(model.parameters(), lr=0.01, n=3, sigma=0.5, **options)
-    explicit = Explicit(model, opt, torch.optim.SGD, lr=0.01, **options)
-    chance = torch.Generator().manual_seed(seed)
+class Run:
+    """A model and its optimizer, and the explicit copies that they have to equal."""
 
-    def lr(value):
-        for o in (opt, explicit.opt):
-            o.param_groups[0]["lr"] = value
+    def __init__(self, options, n=3):
+        self.options = {"lr": 0.01, **options}
+        self.model = net()
+        self.opt = SubspaceSGD(self.model.parameters(), n=n, sigma=0.5, **self.options)
+        self.anchors = []
+        self.follow_anew()
 
-    def another_draw():
-        explicit.backward(opt.alpha.clone(), backward(model))
-        opt.accumulate()
+    def follow_anew(self):
+        now = {name: self.opt.param_groups[0][name] for name in self.options}
+        self.explicit = Explicit(self.model, self.opt, torch.optim.SGD, **now)
 
-    def a_vertex_moves():
-        opt.vertices()[0][1] += 0.1
-        explicit.copies[0].data[1] += 0.1
-        opt.train()  # Writes the point anew.
+    def backward(self):
+        x = backward(self.model)
+        self.explicit.backward(self.opt.alpha.clone(), x, self.anchors)
 
-    def momentum_is_forgotten():
-        opt.forget()
-        explicit.opt.state.clear()
-
-    events = [
-        lambda: lr(0.02),
-        lambda: lr(0.01),
-        another_draw,
-        a_vertex_moves,
-        momentum_is_forgotten,
-        lambda: opt.set_point([0.2, 0.3, 0.5]),
-        lambda: opt.set_point(None),
-        lambda: (opt.eval(), opt.train()),
-        lambda: opt.load_state_dict(copy.deepcopy(opt.state_dict())),
-    ]
-    for _ in range(60):
-        event = None
-        if torch.rand((), generator=chance) < 0.4:
-            event = events[int(torch.randint(len(events), (), generator=chance))]
-            event()
-        explicit.backward(opt.alpha.clone(), backward(model))
-        if torch.rand((), generator=chance) < 0.1 and event is not another_draw:
-            model[0].bias.grad = explicit.copies[1].grad = None
-        opt.step()
-        explicit.step()
+    def step(self, missing=(), keep=False):
+        """A step in which parameters have no gradient, and after which gradients are zeros."""
+        self.backward()
+        params = list(self.model.parameters())
+        for k in missing:
+            params[k].grad = self.explicit.copies[k].grad = None
+        self.opt.step()
+        self.explicit.step()
         # In place: the memory of gradients that are kept may be written over.
-        opt.zero_grad(set_to_none=bool(torch.rand((), generator=chance) < 0.5))
-        for p, c in zip(model.parameters(), explicit.copies, strict=True):
+        self.opt.zero_grad(set_to_none=not keep)
+        for p, c in zip(params, self.explicit.copies, strict=True):
             if p.grad is not None:  # As a gradient of zeros it takes part in the next step.
                 c.grad = torch.zeros_like(c)
-    close(opt.vertices(), explicit.copies, rtol=1e-9, atol=1e-11)
-    close(model.parameters(), explicit.weights(opt.alpha).values(), rtol=1e-9, atol=1e-11)
+
+    def check(self):
+        # The model first: looking at the vertices settles them.
+        expected = self.explicit.weights(self.opt.alpha, self.anchors).values()
+        close(self.model.parameters(), expected, rtol=1e-9, atol=1e-11)
+
+    def check_vertices(self):
+        close(self.opt.vertices(), self.explicit.copies, rtol=1e-9, atol=1e-11)
+
+
+def another_learning_rate(run):
+    for opt in (run.opt, run.explicit.opt):
+        opt.param_groups[0]["lr"] = 0.03 - opt.param_groups[0]["lr"]
+
+
+def another_momentum(run):
+    if run.options.get("momentum"):
+        for opt in (run.opt, run.explicit.opt):
+            opt.param_groups[0]["momentum"] = 1.3 - opt.param_groups[0]["momentum"]
+
+
+def another_draw(run):
+    run.backward()
+    run.opt.accumulate()
+
+
+def another_draw_that_is_dropped(run):
+    backward(run.model)
+    run.opt.accumulate()
+    run.opt.zero_grad()
+    run.explicit.opt.zero_grad()
+
+
+def a_vertex_moves(run):
+    run.opt.vertices()[0][1] += 0.1
+    run.explicit.copies[0].data[1] += 0.1
+    run.opt.train()  # Writes the point anew.
+
+
+def a_vertex_moves_before_the_step(run):
+    run.backward()
+    run.opt.vertices()[0][1] += 0.1
+    run.opt.step()
+    run.opt.zero_grad()
+    run.explicit.copies[0].data[1] += 0.1
+    run.explicit.step()
+
+
+def momentum_is_halved(run):
+    run.opt.vertices()  # What is in the state is up to date after a call.
+    for state in (*run.opt.state.values(), *run.explicit.opt.state.values()):
+        if state.get("momentum_buffer") is not None:
+            state["momentum_buffer"] *= 0.5
+
+
+def momentum_is_forgotten(run):
+    run.opt.forget()
+    run.explicit.opt.state.clear()
+
+
+def a_restart(run):
+    run.opt.restart(0.3)
+    run.follow_anew()
+
+
+def a_set_point(run):
+    run.opt.set_point(torch.arange(run.opt.n) / 3)
+    run.step()
+    run.step()
+    run.opt.set_point(None)
+
+
+def an_evaluation(run):
+    run.opt.eval()
+    run.opt.train()
+
+
+def add_a_frozen_vertex(run):
+    run.anchors.append([torch.randn_like(p) for p in run.model.parameters()])
+    run.opt.add_frozen(run.anchors[-1])
+
+
+def no_frozen_vertices(run):
+    run.opt.clear_frozen()
+    run.anchors = []
+
+
+def saved_and_loaded(run):
+    run.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
+
+
+def back_to_a_state_of_before(run):
+    saved = copy.deepcopy((run.opt.state_dict(), run.explicit))
+    run.step()
+    run.step()
+    state, run.explicit = saved
+    run.opt.load_state_dict(state)
+
+
+def a_pickle(run):
+    run.model, run.opt = pickle.loads(pickle.dumps((run.model, run.opt)))
+
+
+def a_copy(run):
+    run.model, run.opt = copy.deepcopy((run.model, run.opt))
+
+
+def weights_out_and_in_again(run):
+    weights = copy.deepcopy(run.model.state_dict())
+    run.model.load_state_dict({name: torch.zeros_like(w) for name, w in weights.items()})
+    run.model.load_state_dict(weights)
+
+
+def the_midpoint_is_loaded(run):
+    model, opt = copy.deepcopy((run.model, run.opt))
+    opt.eval()
+    run.model.load_state_dict(model.state_dict())
+    run.opt.train()
+
+
+def a_gradient_is_missing(run):
+    run.step(missing=[1])
+
+
+def gradients_are_kept(run):
+    run.step(keep=True)
+
+
+EVENTS = [
+    another_learning_rate,
+    another_momentum,
+    another_draw,
+    another_draw_that_is_dropped,
+    a_vertex_moves,
+    a_vertex_moves_before_the_step,
+    momentum_is_halved,
+    momentum_is_forgotten,
+    a_restart,
+    a_set_point,
+    an_evaluation,
+    add_a_frozen_vertex,
+    no_frozen_vertices,
+    saved_and_loaded,
+    back_to_a_state_of_before,
+    a_pickle,
+    a_copy,
+    weights_out_and_in_again,
+    the_midpoint_is_loaded,
+    a_gradient_is_missing,
+    gradients_are_kept,
+]
+
+
+@pytest.mark.parametrize("options", SGD)
+@pytest.mark.parametrize("position", range(3))
+@pytest.mark.parametrize("event", EVENTS)
+def test_steps_are_those_of_explicit_copies_whatever_is_between(event, position, options, steps):
+    run = Run(options)
+    if event is no_frozen_vertices:
+        add_a_frozen_vertex(run)
+    for _ in range(3 + position):
+        run.step()
+    assert steps == ["full", "full", "between", "between"][: 2 + position]
+    event(run)
+    for _ in range(7):
+        run.step()
+        run.check()
+    assert steps[-7:].count("between") >= 2
+    run.check_vertices()
+
+
+@pytest.mark.parametrize("options", SGD)
+@pytest.mark.parametrize("n", [3, 5, 7])
+def test_steps_are_those_of_explicit_copies_whatever_happens(options, n, steps):
+    run = Run(options, n)
+    chance = torch.Generator().manual_seed(n)
+    for _ in range(100):
+        if torch.rand((), generator=chance) < 0.3:
+            EVENTS[int(torch.randint(len(EVENTS), (), generator=chance))](run)
+        run.step()
+        run.check()
+    run.check_vertices()
+    assert steps.count("between") > 20
 
 
 def test_views_of_the_vertices_are_up_to_date_as_long_as_they_are_held(steps):
@@ -201,10 +362,31 @@ def test_views_of_the_vertices_are_up_to_date_as_long_as_they_are_held(steps):
     assert steps[3:] == ["full", "full", "between", "between"]
 
 
-@pytest.mark.parametrize("bound", ["MEMORY", "pays"])
-def test_cycles_are_only_where_memory_allows_and_time_asks_for_them(bound, steps, monkeypatch):
-    monkeypatch.setattr(_ahead, bound, 0 if bound == "MEMORY" else lambda *args: False)
+def test_cycles_are_only_where_memory_allows_and_time_asks_for_them(steps, monkeypatch):
+    def of(model, **options):
+        steps.clear()
+        opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, momentum=0.9)
+        opt.__dict__.update(options)
+        train(model, opt, 5)
+        return bool(steps)
+
+    assert of(net())
+    # Ranks must not differ by a bit.
+    assert not of(net(), _processes=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(_ahead, "MEMORY", 0)
+        assert not of(net())
+    monkeypatch.setattr(_ahead, "pays", lambda *args: False)
+    assert not of(net())
+
+
+def test_parameters_that_missed_steps_take_part_in_cycles_again(steps):
     model = net()
     opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, momentum=0.9)
-    train(model, opt, 5)
-    assert not steps
+    for step in range(12):
+        opt.zero_grad()
+        backward(model)
+        if step in (2, 3):
+            model[0].bias.grad = None
+        opt.step()
+    assert steps[1:] == ["full", "full", "between", "between", "full", "between", "between", "full"]
