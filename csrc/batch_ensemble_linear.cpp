@@ -3,7 +3,8 @@
 //
 // With g the gradient of y and h_m = g_m^T x_m [out, in] over the member's rows,
 //   dW = sum_m r_m h_m (by columns),   dr_m = the column sums of W * h_m.
-// The h_m exist only as tiles in registers, and dr needs no gradient of x.
+// The h_m exist only as tiles in registers, and dr needs no gradient of x. Where that is asked for,
+// dr_m are the sums of x_m * (g_m W), and dW = g^T (x * r) is the library's product.
 // Built at first use through libtorch's stable ABI: see ensemblayers/ops/native.py.
 
 #include <torch/csrc/stable/library.h>
@@ -236,7 +237,8 @@ void scale_rows(const V* from, const V* scale, const V* shift, V* to, int64_t fi
   });
 }
 
-// Of y * s + bias: d_y = g * s, d_s the sums of g * y, d_bias those of g, in one pass.
+// Of y * s + bias: d_y = g * s, d_s the sums of g * y, d_bias those of g, in one pass. d_y may be g,
+// d_bias nothing.
 template <class V>
 void scales_impl(const V* grad, const V* y, const V* s, V* d_y, V* d_s, V* d_bias, int64_t rows,
                  int64_t n, int64_t out) {
@@ -264,7 +266,7 @@ void scales_impl(const V* grad, const V* y, const V* s, V* d_y, V* d_s, V* d_bia
         count == kColumns ? row(j, kColumns) : row(j, count);
       }
       std::copy(products, products + count, d_s + own);
-      std::copy(sums, sums + count, d_bias + own);
+      if (d_bias) std::copy(sums, sums + count, d_bias + own);
     }
   });
 }
@@ -327,23 +329,31 @@ std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor r, Tensor s,
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad, Tensor x, Tensor weight, Tensor r,
                                                     Tensor s, Tensor y,
-                                                    std::optional<Tensor> d_weight, bool of_x) {
+                                                    std::optional<Tensor> d_weight, bool of_scaled) {
   const Tensor g = dense(grad), xs = dense(x);
   const Tensor rs = dense(r), ss = dense(s);
   const int64_t rows = xs.size(0), in = xs.size(1), n = rs.size(0), out = weight.size(0);
   const Tensor d_y = empty(g, rows, out), d_s = empty(g, n, out), d_bias = empty(g, n, out);
-  const Tensor d_r = empty(g, d_weight ? n : 0, in);
-  Tensor d_x = d_r;
+  const Tensor d_r = empty(g, d_weight || of_scaled ? n : 0, in);
+  Tensor d_x = empty(g, of_scaled ? rows : 0, in);
   dispatch(xs, [&](auto v) {
     using V = decltype(v);
     scales_impl<V>(data<V>(g), data<V>(y), data<V>(ss), mutable_data<V>(d_y),
                    mutable_data<V>(d_s), mutable_data<V>(d_bias), rows, n, out);
-    if (of_x) {
-      d_x = torch::stable::matmul(d_y, weight);
-      V* own = mutable_data<V>(d_x);
-      scale_rows<V>(own, data<V>(rs), nullptr, own, 0, rows, rows / n, in);
+    if (!of_scaled) {
+      if (d_weight) weights_impl<V>(d_y, xs, weight, rs, *d_weight, d_r);
+      return;
     }
-    if (d_weight) weights_impl<V>(d_y, xs, weight, rs, *d_weight, d_r);
+    // The gradient of x * r is at hand, and r's with it: the library's products are faster.
+    multiply(d_x, d_y, weight);
+    V* own = mutable_data<V>(d_x);
+    scales_impl<V>(own, data<V>(xs), data<V>(rs), own, mutable_data<V>(d_r), nullptr, rows, n, in);
+    if (d_weight) {
+      Tensor scaled = empty(xs, rows, in);
+      scale_rows<V>(data<V>(xs), data<V>(rs), nullptr, mutable_data<V>(scaled), 0, rows, rows / n,
+                    in);
+      multiply(*d_weight, torch::stable::transpose(d_y, 0, 1), scaled);
+    }
   });
   return {d_x, d_r, d_s, d_bias};
 }
@@ -356,7 +366,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ensemblayers, m) {
       "-> (Tensor, Tensor)");
   m.def(
       "batch_ensemble_backward(Tensor grad, Tensor x, Tensor weight, Tensor r, Tensor s, Tensor y, "
-      "Tensor(a!)? d_weight, bool of_x) -> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor(a!)? d_weight, bool of_scaled) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ensemblayers, CPU, m) {

@@ -1,10 +1,11 @@
 """BatchEnsemble's linear layer: ``y_m = (x_m * r_m) W^T * s_m + bias_m`` for the rows of member m.
 
 Plain PyTorch is the definition. For training on a CPU, C++ (``csrc/batch_ensemble_linear.cpp``)
-computes r's gradient along with W's, from one product, where autograd takes a further one: a first
-layer has no use for the gradient of its scaled input. Kept for the backward pass are x and the
-products before s, not the scaled x. Without gradients, r and s are folded into n weights where
-that touches fewer elements than to scale x and y (:func:`folds`).
+takes as many products as a plain layer: where x needs no gradient, as in a first layer, r's comes
+from one product along with W's, where autograd takes a further one; else from that of the scaled x.
+Kept for the backward pass are x and the products before s, not the scaled x. Without gradients, r
+and s are folded into n weights where that touches fewer elements than to scale x and y
+(:func:`folds`).
 
 On CUDA, in Triton (:mod:`.batch_ensemble_linear_triton`), only x is kept. Which algorithm is taken
 (:func:`algorithm`), and for x's gradient with the parts of x and y, r and s exchanged; the bounds
@@ -175,11 +176,10 @@ class _Linear(torch.autograd.Function):
         if is_recorded(grad):
             return _differentiable(grad, inputs, needs)
         x, weight, r, s, _ = inputs
-        d_weight = None
-        if of_weight or of_r:
-            d_weight = gradient_memory(weight) if of_weight else torch.empty_like(weight)
+        d_weight = gradient_memory(weight) if of_weight else None
+        of_scaled = of_x or (of_r and not of_weight)
         d_x, d_r, d_s, d_bias = torch.ops.ensemblayers.batch_ensemble_backward.default(
-            grad, x, weight, r, s, y, d_weight, of_x
+            grad, x, weight, r, s, y, d_weight, of_scaled
         )
         return (
             d_x if of_x else None,
