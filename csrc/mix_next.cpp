@@ -90,6 +90,7 @@ std::vector<V> weights(const Tensor& alpha) {
     const double* a = static_cast<const double*>(alpha.const_data_ptr());
     for (size_t i = 0; i < out.size(); ++i) out[i] = static_cast<V>(a[i]);
   } else {
+    STD_TORCH_CHECK(alpha.scalar_type() == ScalarType::Float, "expected float32 or float64 alpha");
     const float* a = static_cast<const float*>(alpha.const_data_ptr());
     for (size_t i = 0; i < out.size(); ++i) out[i] = static_cast<V>(a[i]);
   }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._flat import Block, padded
+from ._flat import Block, lay_out, padded
 from .ops import mix_next
 from .ops.mix_next import Rule, Sgd
 
@@ -31,12 +31,22 @@ class Ahead:
         like = {"dtype": block.vertices.dtype, "device": block.vertices.device}
         rows = padded(2 * (STEPS - 1), block.vertices.shape[1], **like)
         self.points, self.kept = rows.split(STEPS - 1)  # Of positions 1, 2; gradients.
-        self.alphas = torch.empty(0)  # [1 to STEPS, n + frozen], the points of all positions.
+        self.alphas = torch.empty(
+            0, device="cpu"
+        )  # [1 to STEPS, n + frozen], the points of all positions.
         self.rule: Sgd | None = None  # None: of the points, only the present one holds.
         self.draw = -1  # The count of the draw at position 0.
         self.versions = block.buffer_versions()  # Others' writes to the vertices change them.
         self.position = 0
         self.pending = 0  # Gradients that are kept: those of the last positions.
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compact, as the block's own buffers.
+        return {**vars(self), "points": self.points.clone(), "kept": self.kept.clone()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.points, self.kept = lay_out(self.points, self.kept)
 
     def holds(self, block: Block, draw: int) -> bool:
         """Whether the present point is that of a draw, by its count, and of the vertices."""

@@ -33,7 +33,7 @@ class Block:
     gradients: Tensor | None = None  # [n, P], where several draws accumulate
     gathered: set[int] = field(default_factory=set)  # The parameters that have a part in them.
     numbers: Tensor | None = None  # What a captured step reads.
-    steps: list[int] = field(default_factory=list)  # Updates of each parameter so far.
+    steps: list[int] = field(default_factory=list)  # Of each parameter's moments, so far.
     versions: list[tuple[int, int]] = field(default_factory=list)  # As this optimizer wrote them.
     ahead: "Ahead | None" = None  # A cycle of steps that is under way.
     users: int | None = None  # Of the vertices' memory, beside those who call for views.
@@ -72,6 +72,16 @@ class Block:
         strides = [p.stride() for p in shards]
         steps = [0] * len(params)
         return cls(group, params, shards, strides, columns, vertices, kept, steps=steps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compact: pickle would write the memory that they share for each of them.
+        moments = {name: moment.clone() for name, moment in self.moments.items()}
+        return {**vars(self), "vertices": self.vertices.clone(), "moments": moments}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.vertices, *moments = lay_out(self.vertices, *self.moments.values())
+        self.moments = dict(zip(self.moments, moments, strict=True))
 
     def add_moments(self, names: Iterable[str], n: int) -> None:
         """Add moments of zeros."""
@@ -162,7 +172,8 @@ class Block:
         self.shards = found
 
     def gradients_now(self) -> list[Tensor | None]:
-        """The parameters' gradients where they lie; a copy only where the memory's order differs.
+        """The parameters' gradients where they lie; a copy only where the memory's order differs,
+        or the dtype.
 
         Raises:
             RuntimeError: a sparse gradient.
@@ -177,7 +188,7 @@ class Block:
                 raise RuntimeError(
                     "sparse gradients can't be shared out to n vertices; use sparse=False"
                 )
-            if g.stride() != self.strides[k]:
+            if g.stride() != self.strides[k] or g.dtype != self.shards[k].dtype:
                 grads[k] = torch.empty_like(self.shards[k]).copy_(g)
         return grads
 
@@ -199,9 +210,22 @@ def padded(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device)
     """
     page, skew = 4096 // dtype.itemsize, 576 // dtype.itemsize
     pitch = -(-columns // page) * page + skew
-    if device.type == "cpu":
-        return _huge_pages(rows * pitch, dtype).view(rows, pitch)[:, :columns]
-    return torch.empty(rows, pitch, dtype=dtype, device=device)[:, :columns]
+    with torch.inference_mode(False):  # Steps outside of it write to the buffer.
+        if device.type == "cpu":
+            flat = _huge_pages(rows * pitch, dtype)
+        else:
+            flat = torch.empty(rows * pitch, dtype=dtype, device=device)
+        return flat.view(rows, pitch)[:, :columns]
+
+
+def lay_out(*parts: Tensor) -> tuple[Tensor, ...]:
+    """Copies of matrices ``[rows, P]`` in one padded buffer."""
+    first, sizes = parts[0], [len(part) for part in parts]
+    rows = padded(sum(sizes), first.shape[1], dtype=first.dtype, device=first.device)
+    copies = rows.split(sizes)
+    for copy, part in zip(copies, parts, strict=True):
+        copy.copy_(part)
+    return copies
 
 
 def _huge_pages(count: int, dtype: torch.dtype) -> Tensor:
@@ -212,7 +236,7 @@ def _huge_pages(count: int, dtype: torch.dtype) -> Tensor:
     """
     size, page = count * dtype.itemsize, 2 << 20
     if size < 2 * page or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # A kernel without them.
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -57,6 +57,16 @@ class SubspaceOptimizer(Ranks, Saving):
     # ------------------------------------------------------------------------------ what users call
 
     @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Each parameter's ``"vertices"`` and moments, up to date when this is read."""
+        self._settle()
+        return self._state
+
+    @state.setter
+    def state(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
+        self._state = state
+
+    @property
     def alpha(self) -> Tensor:
         """The weights ``[n + frozen]`` of the point that the model holds."""
         if self._fixed is not None:
@@ -96,7 +106,7 @@ class SubspaceOptimizer(Ranks, Saving):
             ValueError: another shape, or weights that are not finite.
         """
         if alpha is not None:
-            alpha = torch.as_tensor(alpha, dtype=self._drawn.dtype).detach().cpu()
+            alpha = torch.as_tensor(alpha, dtype=self._drawn.dtype, device="cpu").detach()
             if alpha.shape == (self.n,):
                 alpha = torch.cat([alpha, alpha.new_zeros(self.frozen)])
             if alpha.shape != (self.n + self.frozen,):
@@ -111,13 +121,15 @@ class SubspaceOptimizer(Ranks, Saving):
     def vertices(self) -> list[Tensor]:
         """The vertices of each parameter, ``[n, *shape]`` each, as views of the optimizer's own.
 
-        On a CPU steps take a little longer as long as somebody holds them.
+        Parameters that were frozen when the optimizer was built have none. Write to them in place,
+        not through ``.data``, which torch does not count, and let :meth:`train` write the point
+        anew. On a CPU steps take a little longer as long as somebody holds them.
         """
-        self._settle()
-        return [self.state[p]["vertices"][: self.n] for p in self._parameters()]
+        state = self.state
+        return [state[p]["vertices"][: self.n] for p in self._parameters()]
 
     def export(self, i: int) -> list[Tensor]:
-        """Copies of vertex i, a tensor a parameter, in the order of the parameters.
+        """Copies of vertex i, a tensor a parameter, in the order of :meth:`vertices`.
 
         Raises:
             ValueError: no such vertex.
@@ -130,13 +142,14 @@ class SubspaceOptimizer(Ranks, Saving):
 
     @torch.no_grad()
     def add_frozen(self, tensors: Iterable[Tensor]) -> None:
-        """Add a vertex that takes part in the points, and is not trained.
+        """Add a vertex that takes part in the points, and is not trained; release a set point.
 
         Args:
-            tensors: one a parameter, in the order of the parameters and of their shapes.
+            tensors: one a parameter, in the order of :meth:`vertices` and of their shapes.
 
         Raises:
             ValueError: another number of tensors, or another shape.
+            RuntimeError: something else wrote to the parameters.
         """
         tensors = list(tensors)
         shapes = [tuple(p.shape) for p in self._parameters()]
@@ -145,6 +158,7 @@ class SubspaceOptimizer(Ranks, Saving):
                 f"expected {len(shapes)} tensors of the parameters' shapes {shapes}, "
                 f"got {[tuple(t.shape) for t in tensors]}"
             )
+        self._check_untouched()
         self._settle()
         given = dict(zip(self._parameters(), tensors, strict=True))
         for block in self._blocks:
@@ -155,7 +169,12 @@ class SubspaceOptimizer(Ranks, Saving):
         self._set_frozen(self.frozen + 1)
 
     def clear_frozen(self) -> None:
-        """Remove the frozen vertices."""
+        """Remove the frozen vertices; release a set point.
+
+        Raises:
+            RuntimeError: something else wrote to the parameters.
+        """
+        self._check_untouched()
         self._settle()
         for block in self._blocks:
             block.set_rows(block.vertices[: self.n])
@@ -168,11 +187,16 @@ class SubspaceOptimizer(Ranks, Saving):
         Args:
             sigma: standard deviation of the vertices, by default that of the construction.
             first: whether vertex 0 is the parameters themselves; else it is perturbed too.
+
+        Raises:
+            ValueError: sigma is negative.
         """
+        sigma = self.sigma if sigma is None else sigma
+        check_sigma(sigma)
         for block in self._blocks:
             block.find()
             block.ahead = None
-            self._fill(block, self.sigma if sigma is None else sigma, first)
+            self._fill(block, sigma, first)
         self.forget()
         self._write()
 
@@ -192,9 +216,12 @@ class SubspaceOptimizer(Ranks, Saving):
         For a step over several points: backward passes with ``accumulate()`` between them, then
         ``step()``. Costs n gradients; passes at one and the same point need no call. Not for a
         GradScaler, which unscales the last gradients only.
+
+        Raises:
+            RuntimeError: as :meth:`step`.
         """
         self._check_train()
-        self._meet()
+        self._check_untouched()
         self._apart = False
         for block in self._blocks:
             self._collect(block, self.alpha[: self.n])
@@ -237,8 +264,10 @@ class SubspaceOptimizer(Ranks, Saving):
         if self._fixed is None:
             self._draw()
         for block in self._blocks:
-            block.steps = [steps + 1 for steps in block.steps]
-            head = torch.tensor([float(block.group["lr"]), block.steps[0]], dtype=torch.float64)
+            self._count(block)
+            head = torch.tensor(
+                [float(block.group["lr"]), block.steps[0]], dtype=torch.float64, device="cpu"
+            )
             numbers = torch.cat([head, alpha.double(), self.alpha.double()])
             if block.vertices.is_cuda:
                 numbers = numbers.pin_memory()
@@ -249,8 +278,8 @@ class SubspaceOptimizer(Ranks, Saving):
         """Switch by itself: before each forward pass of a model, take over the model's mode.
 
         With this, ``model.train()`` and ``model.eval()`` are enough where a wrapper hides the
-        optimizer's, before ``model.state_dict()`` too. A copy of the model is not followed, but by
-        a copy of the optimizer that was made along with it.
+        optimizer's, before ``model.state_dict()`` too. Of a compiled model, follow that. A copy of
+        the model is not followed, but by a copy of the optimizer that was made along with it.
 
         Returns:
             What follows; its ``remove()`` ends that.
@@ -269,6 +298,9 @@ class SubspaceOptimizer(Ranks, Saving):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.frozen:
             raise ValueError("can't add parameters beside frozen vertices: clear_frozen() first")
+        built = hasattr(self, "_written")  # Not in the constructor.
+        if built:
+            self._check_untouched()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -281,7 +313,7 @@ class SubspaceOptimizer(Ranks, Saving):
             self._fill(block, self.sigma, first=True)
             self._blocks.append(block)
         self._publish()
-        if hasattr(self, "_drawn"):
+        if built:
             self._write()
             self._compare()
 
@@ -297,15 +329,15 @@ class SubspaceOptimizer(Ranks, Saving):
                 parameters that were changed by something else since the last step, or an optimizer
                 that is older than ``fully_shard`` or ``init_process_group``.
         """
-        self._check_train()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_train()
         if _is_capturing(self._blocks):
             self._step_captured()
             return loss
-        self._meet()
+        self._check_untouched()
         self._apart = False
         self._check_in_use()
         if any(p.grad is not None for p in self._left_out):
@@ -314,7 +346,6 @@ class SubspaceOptimizer(Ranks, Saving):
                 "the optimizer after unfreezing it"
             )
         alpha = self.alpha[: self.n] if self.frozen else self.alpha
-        self._check_untouched()
         if self._fixed is None:
             self._draw()
         for block in self._blocks:
@@ -347,7 +378,7 @@ class SubspaceOptimizer(Ranks, Saving):
 
     def _parameters(self) -> list[Tensor]:
         """The parameters that have vertices, in the order of the groups."""
-        return [p for group in self.param_groups for p in group["params"] if p in self.state]
+        return [p for group in self.param_groups for p in group["params"] if p in self._state]
 
     def _fill(self, block: Block, sigma: float, first: bool) -> None:
         """Place the vertices around what the parameters hold."""
@@ -358,8 +389,8 @@ class SubspaceOptimizer(Ranks, Saving):
             generator = counted_generator(self._seed, _FIRST_FILL + self._fills)
             for row in rows[1:] if first else rows:
                 # The whole parameter's, so that a shard starts as its part of one process's.
-                noise = torch.randn(p.shape, dtype=row.dtype, generator=generator).to(row.device)
-                row.mul_(share(noise, p).mul_(sigma).add_(1))
+                noise = torch.randn(p.shape, dtype=row.dtype, device="cpu", generator=generator)
+                row.mul_(share(noise.to(row.device), p).mul_(sigma).add_(1))
 
     def _blocks_of(self, group: dict[str, Any]) -> list[Block]:
         """The blocks of a new group's parameters, without values."""
@@ -378,7 +409,7 @@ class SubspaceOptimizer(Ranks, Saving):
         """Show the buffers as the parameters' state."""
         for block in self._blocks:
             for k, p in enumerate(block.params):
-                state = self.state[p]
+                state = self._state[p]
                 state["vertices"] = block.shown(block.vertices, k)
                 for name, moment in block.moments.items():
                     state[name] = block.shown(moment, k)
@@ -403,11 +434,11 @@ class SubspaceOptimizer(Ranks, Saving):
             double = any(block.vertices.dtype == torch.float64 for block in self._blocks)
             dtype = torch.float64 if double else torch.float32
             generator = counted_generator(self._seed, batch)
-            self._points = sample_simplex(rows, _BATCH, dtype=dtype, generator=generator)
+            like = {"dtype": dtype, "device": "cpu"}
+            self._points = sample_simplex(rows, _BATCH, **like, generator=generator)
         self._drawn = self._points[at]
 
     def _switch(self, mode: str) -> None:
-        self._meet()
         self._check_untouched()
         self._mode = mode
         self._write()
@@ -434,7 +465,8 @@ class SubspaceOptimizer(Ranks, Saving):
         if present is None:
             mix_(block.vertices, alpha, out, block.columns)
         else:
-            mix_(present, torch.ones(1), out, block.columns)
+            one = torch.ones(1, dtype=torch.float64, device="cpu")
+            mix_(present, one, out, block.columns)
 
     def _settle(self) -> None:
         """Bring the vertices up to date."""
@@ -455,16 +487,19 @@ class SubspaceOptimizer(Ranks, Saving):
         if self._mode != "train":
             raise RuntimeError(
                 "the model holds the midpoint, not the point that was drawn: call train() on the "
-                "optimizer (or follow(model) once) before the forward pass of a step"
+                "optimizer (or follow(model) once) before the forward pass of a step, or, after "
+                "an evaluation between backward pass and step, before the step"
             )
 
     def _check_untouched(self) -> None:
-        """Raise where something else wrote to the parameters: the step would undo it."""
+        """Raise where something else wrote to the parameters: the next write would undo it."""
+        self._meet()
         if not self.is_untouched():
             raise RuntimeError(
-                "the parameters were changed since the last step (weights loaded into the "
-                "model?), and the step would undo it: call restart() to place the vertices "
-                "around them, or load the optimizer's state too"
+                "the parameters were changed since the last step (weights loaded into the model? "
+                "a layer that writes to its own?), and this would undo it: call restart() to place "
+                "the vertices around them, or load the optimizer's state too; where training is "
+                "over, remove() what follows the model"
             )
 
     def is_untouched(self) -> bool:
@@ -506,7 +541,7 @@ class SubspaceOptimizer(Ranks, Saving):
             self._leave(block)
             buffers = (block.vertices, moments, block.shards, grads, block.columns)
             step_(rule, *buffers, alpha, target)
-        block.steps = [steps + 1 for steps in block.steps]
+        self._count(block)
 
     def _step_parts(self, block, moments, grads, alpha, target) -> None:
         """The step of a block some of whose parameters miss it, or follow another rule."""
@@ -522,7 +557,12 @@ class SubspaceOptimizer(Ranks, Saving):
             own = [grads[k] for k in which]
             rule = self._rule(block.group, block.steps[which[0]] + 1)
             step_(rule, block.vertices, moments, params, own, columns, alpha, target)
-            for k in which:
+            self._count(block, which)
+
+    def _count(self, block: Block, which: Iterable[int] | None = None) -> None:
+        """Count a step of parameters, by default all, where it moves moments."""
+        if self._moment_names(block.group):
+            for k in range(len(block.steps)) if which is None else which:
                 block.steps[k] += 1
 
     def _leave(self, block: Block) -> None:
@@ -535,7 +575,8 @@ class SubspaceOptimizer(Ranks, Saving):
         """The step's kernels alone, with numbers that :meth:`prepare` writes."""
         for block in self._blocks:
             grads = block.gradients_now()
-            if any(g is None for g in grads) or 0 in block.steps:
+            moments = self._moments(block)
+            if any(g is None for g in grads) or (moments and 0 in block.steps):
                 raise RuntimeError(
                     "expected gradients of all parameters and a step before the capture"
                 )
@@ -546,7 +587,6 @@ class SubspaceOptimizer(Ranks, Saving):
             rule.lr = lr
             if isinstance(rule, AdamW):
                 rule.step = step
-            moments = self._moments(block)
             step_(rule, block.vertices, moments, block.shards, grads, block.columns, alpha, target)
 
     def _numbers(self, block: Block) -> Tensor:
@@ -587,11 +627,11 @@ class SubspaceOptimizer(Ranks, Saving):
         self._collect(block, alpha)
         buffers = self._moments(block)
         for k in sorted(block.gathered):
-            block.steps[k] += 1
-            rule = self._rule(block.group, block.steps[k])
+            rule = self._rule(block.group, block.steps[k] + 1)
             moments = tuple(block.view(m, k) for m in buffers)
             own = block.view(block.gradients, k)
             rule.apply(block.view(block.vertices, k)[: self.n], moments, own)
+        self._count(block, block.gathered)
         block.gradients, block.gathered = None, set()
         mix_(block.vertices, self.alpha, block.shards, block.columns)
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 def common_seed(generator: torch.Generator | None) -> int:
     """A seed from the generator; where torch.distributed runs, that of rank 0."""
-    return everyones(int(torch.randint(2**62, (), generator=generator)))[0]
+    device = "cpu" if generator is None else generator.device
+    return everyones(int(torch.randint(2**62, (), generator=generator, device=device)))[0]
 
 
 def processes() -> int:
@@ -30,4 +31,4 @@ def counted_generator(seed: int, count: int) -> torch.Generator:
     z = (seed + count * 0x9E3779B97F4A7C15) & mask  # splitmix64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return torch.Generator().manual_seed((z ^ (z >> 31)) >> 1)
+    return torch.Generator("cpu").manual_seed((z ^ (z >> 31)) >> 1)

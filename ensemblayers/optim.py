@@ -42,7 +42,7 @@ class SubspaceSGD(SubspaceOptimizer):
 
     Args:
         params: parameters or groups of them, as for torch.optim.SGD. Those that are frozen
-            (requires_grad=False) stay as they are.
+            (requires_grad=False) at construction stay as they are, and have no vertices.
         lr, momentum, dampening, weight_decay, nesterov: as for torch.optim.SGD.
         n: number of vertices.
         sigma: vertex i > 0 starts as the parameters times N(1, sigma), elementwise.
@@ -97,7 +97,8 @@ class SubspaceSGD(SubspaceOptimizer):
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
-        return Sgd(lr=float(group["lr"]), first=step == 1, **{k: group[k] for k in names})
+        first = step == 1 and group["momentum"] > 0
+        return Sgd(lr=float(group["lr"]), first=first, **{k: group[k] for k in names})
 
 
 class SubspaceAdamW(SubspaceOptimizer):
@@ -108,7 +109,7 @@ class SubspaceAdamW(SubspaceOptimizer):
 
     Args:
         params: parameters or groups of them, as for torch.optim.AdamW. Those that are frozen
-            (requires_grad=False) stay as they are.
+            (requires_grad=False) at construction stay as they are, and have no vertices.
         lr, betas, eps, weight_decay: as for torch.optim.AdamW.
         n: number of vertices.
         sigma: vertex i > 0 starts as the parameters times N(1, sigma), elementwise.

@@ -203,7 +203,6 @@ def a_vertex_moves_before_the_step(run):
 
 
 def momentum_is_halved(run):
-    run.opt.vertices()  # What is in the state is up to date after a call.
     for state in (*run.opt.state.values(), *run.explicit.opt.state.values()):
         if state.get("momentum_buffer") is not None:
             state["momentum_buffer"] *= 0.5
@@ -316,7 +315,8 @@ def test_steps_are_those_of_explicit_copies_whatever_is_between(event, position,
     run = Run(options)
     if event is no_frozen_vertices:
         add_a_frozen_vertex(run)
-    for _ in range(3 + position):
+    # With momentum, the first step is of a kind of its own.
+    for _ in range((3 if "momentum" in options else 2) + position):
         run.step()
     assert steps == ["full", "full", "between", "between"][: 2 + position]
     event(run)

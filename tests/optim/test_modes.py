@@ -30,6 +30,19 @@ def test_a_step_at_the_midpoint_is_an_error_that_says_what_to_call():
         opt.step()
 
 
+def test_following_a_model_is_enough_for_closures():
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
+    opt.follow(model)
+    for _ in range(2):
+        model.train()
+        opt.step(lambda: backward(model))
+        model.eval()
+        model(torch.zeros(1, 5).double())
+    with pytest.raises(RuntimeError, match=r"train\(\)"):
+        opt.step(lambda: backward(model))
+
+
 def test_following_a_model_is_enough():
     model = net()
     opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
@@ -161,7 +174,19 @@ def test_weights_that_were_swapped_out_and_back_are_no_error():
     opt.step()
 
 
-@pytest.mark.parametrize("overwrite", ["eval", "train", "set_point", "a forward pass"])
+OVERWRITE = {
+    "eval": lambda model, opt: opt.eval(),
+    "train": lambda model, opt: opt.train(),
+    "set_point": lambda model, opt: opt.set_point([1.0, 0.0, 0.0]),
+    "a forward pass": lambda model, opt: model.eval()(torch.zeros(1, 5).double()),
+    "accumulate": lambda model, opt: opt.accumulate(),
+    "add_frozen": lambda model, opt: opt.add_frozen(opt.export(0)),
+    "clear_frozen": lambda model, opt: opt.clear_frozen(),
+    "add_param_group": lambda model, opt: opt.add_param_group({"params": net().parameters()}),
+}
+
+
+@pytest.mark.parametrize("overwrite", OVERWRITE)
 def test_nothing_overwrites_loaded_weights_in_silence(overwrite):
     model = net()
     opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5)
@@ -171,10 +196,7 @@ def test_nothing_overwrites_loaded_weights_in_silence(overwrite):
     best = net().state_dict()
     model.load_state_dict(best)
     with pytest.raises(RuntimeError, match=r"restart\(\)"):
-        if overwrite == "a forward pass":
-            model.eval()(torch.zeros(1, 5).double())
-        else:
-            getattr(opt, overwrite)(*([[1.0, 0.0, 0.0]] if overwrite == "set_point" else []))
+        OVERWRITE[overwrite](model, opt)
     close(model.state_dict().values(), best.values(), rtol=0, atol=0)
 
 

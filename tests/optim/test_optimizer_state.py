@@ -71,6 +71,18 @@ def test_a_pickle_holds_the_vertices_once_and_not_for_each_parameter():
     assert size(6) < 1.2 * size(1)  # Of as many weights.
 
 
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_pickle_holds_each_buffer_once(steps):
+    model = nn.Linear(120, 120, bias=False)
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, momentum=0.9)
+    for _ in range(steps):
+        model(torch.randn(2, 120)).sum().backward()
+        opt.step()
+    # Parameters and gradients, vertices and momentum, and a cycle's points and gradients.
+    most = 2 + 3 + 3 + (4 if steps else 0)
+    assert len(pickle.dumps(opt)) < 1.1 * most * model.weight.nbytes
+
+
 def test_state_of_another_number_of_vertices_is_an_error():
     opt = SubspaceSGD(net().parameters(), lr=0.1, n=3)
     with pytest.raises(ValueError, match=r"n=2.*n=3|n=3.*n=2"):
@@ -140,13 +152,36 @@ def test_a_state_of_other_frozen_parameters_is_an_error():
 
 def test_a_state_that_does_not_fit_changes_nothing():
     opt = SubspaceSGD(net().parameters(), lr=0.1, n=3)
-    before = [v.clone() for v in opt.vertices()]
+    before, mixed = [v.clone() for v in opt.vertices()], net()
     others = [
         SubspaceAdamW(net().parameters(), lr=0.7, n=3),
         SubspaceSGD(nn.Linear(2, 2).parameters(), lr=0.7, n=3),
+        SubspaceSGD([*mixed[0].float().parameters(), *mixed[2].parameters()], lr=0.7, n=3),
     ]
-    for other, message in zip(others, ("SubspaceAdamW", r"\(3, 2, 2\)"), strict=True):
+    others[2].load_state_dict(others[2].state_dict())
+    messages = "SubspaceAdamW", r"\(3, 2, 2\)", "one dtype and device"
+    for other, message in zip(others, messages, strict=True):
         with pytest.raises(ValueError, match=message):
             opt.load_state_dict(other.state_dict())
     close(opt.vertices(), before, rtol=0, atol=0)
     assert opt.param_groups[0]["lr"] == 0.1
+
+
+def test_hooks_see_the_whole_state():
+    opt = SubspaceSGD(net().parameters(), lr=0.1, n=3, momentum=0.9)
+    saved = copy.deepcopy(opt.state_dict())
+    opt.restart(1.0)
+    seen = []
+    handles = [
+        opt.register_state_dict_post_hook(lambda o, state: {"wrapped": state}),
+        opt.register_load_state_dict_pre_hook(lambda o, state: state["wrapped"]),
+        opt.register_load_state_dict_pre_hook(lambda o, state: seen.append(len(state["state"]))),
+        opt.register_load_state_dict_post_hook(lambda o: seen.append(o.vertices()[0].clone())),
+    ]
+    assert "subspace" in opt.state_dict()["wrapped"]
+    opt.load_state_dict({"wrapped": saved})
+    assert seen[0] == 4
+    close(seen[1:], [saved["state"][0]["vertices"]], rtol=0, atol=0)
+    for handle in handles:
+        handle.remove()
+    opt.load_state_dict(opt.state_dict())

@@ -175,3 +175,33 @@ def test_frozen_parameters_stay_as_they_are():
     backward(model)
     with pytest.raises(RuntimeError, match="unfreezing"):
         opt.step()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_gradient"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.half)],
+)
+def test_gradients_of_another_dtype(backend, dtype, of_gradient):
+    model = net(dtype)
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3)
+    for p in model.parameters():
+        p.grad_dtype = of_gradient
+    backward(model, dtype)
+    expected = [v.clone() for v in opt.vertices()]
+    for v, p in zip(expected, model.parameters(), strict=True):
+        assert p.grad.dtype == of_gradient
+        grad = p.grad.to(dtype).to(v.dtype)
+        v -= 0.1 * opt.alpha.to(v.dtype).view(3, *(1,) * p.dim()) * grad
+    opt.step()
+    close(opt.vertices(), expected)
+
+
+def test_the_state_is_up_to_date_whenever_it_is_read(backend):
+    model = net()
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, momentum=0.9)
+    for _ in range(8):
+        opt.zero_grad()
+        backward(model)
+        opt.step()
+        seen = [opt.state[p]["vertices"].clone() for p in model.parameters()]
+        close(seen, opt.vertices(), rtol=0, atol=0)

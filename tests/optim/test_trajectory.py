@@ -144,14 +144,15 @@ def test_it_learns_what_the_midpoint_predicts():
     assert (model(x).argmax(1) == y).float().mean() > 0.95
 
 
-@pytest.mark.parametrize("values", [(0.0, 0.9), (0.9, 0.0), (0.9, 0.5)])
-def test_momentum_may_change_on_the_way(values):
+@pytest.mark.parametrize("built", [0.0, 0.9])
+@pytest.mark.parametrize("values", [(0.0, 0.9), (0.9, 0.0), (0.9, 0.5), (0.9, 0.0, 0.9)])
+def test_momentum_may_change_on_the_way(built, values):
     model = net()
-    opt = SubspaceSGD(model.parameters(), lr=0.05, n=2, sigma=0.5, momentum=values[0])
-    explicit = Explicit(model, opt, torch.optim.SGD, lr=0.05, momentum=values[0])
-    for step in range(6):
+    opt = SubspaceSGD(model.parameters(), lr=0.05, n=2, sigma=0.5, momentum=built)
+    explicit = Explicit(model, opt, torch.optim.SGD, lr=0.05, momentum=built)
+    for step in range(3 * len(values)):
         for o in (opt, explicit.opt):
-            o.param_groups[0]["momentum"] = values[step >= 3]
+            o.param_groups[0]["momentum"] = values[step // 3]
             o.param_groups[0]["dampening"] = 0.25
         alpha = opt.alpha.clone()
         opt.zero_grad()
