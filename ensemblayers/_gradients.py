@@ -32,7 +32,7 @@ def gradient_memory(leaf: Tensor) -> Tensor:
     # Taken out while it is looked at: another thread's backward pass finds nothing here.
     storage = _kept.pop(leaf, None)
     if storage is None or storage.nbytes() != size or _is_used(storage):
-        _keep_small_blocks()
+        keep_small_blocks()
         fresh = torch.empty_like(leaf)
         if fresh.stride() != leaf.stride():  # Not dense: there is no layout to keep.
             return fresh
@@ -54,11 +54,12 @@ def users(storage: torch.UntypedStorage) -> int | None:
 
 
 @functools.cache
-def _keep_small_blocks() -> None:
+def keep_small_blocks() -> None:
     """Have the C library keep 64 MB of freed memory, where it is glibc.
 
-    It keeps twice the largest block below 32 MB that was freed, and here the gradients, by which
-    it would learn, are not. Nothing is written to this block: it takes no memory.
+    It keeps twice the largest block below 32 MB that was freed. Of n members' activations that is a
+    part only, and large gradients, by which it would learn, are not freed here. Nothing is written
+    to this block: it takes no memory.
     """
     torch.empty((1 << 25) - (1 << 16), dtype=torch.uint8, device="cpu")
 

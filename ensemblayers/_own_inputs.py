@@ -31,9 +31,10 @@ class OwnInputs:
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, given)
         if compiled or self._written:
             return member(args, kwargs)
-        before = _versions(args, kwargs)
+        inputs = tensors_of(args, kwargs)
+        before = _versions(inputs)
         outputs = member(args, kwargs)
-        written = _versions(args, kwargs) != before or (copied and _differ(given, (args, kwargs)))
+        written = _versions(inputs) != before or (copied and _differ(given, (args, kwargs)))
         if written and not copied:
             raise RuntimeError(
                 "a member changed its input in place, which the members after it would see; let "
@@ -44,10 +45,16 @@ class OwnInputs:
         return outputs
 
 
-def _versions(args: Any, kwargs: Any) -> list[int]:
+def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among arguments, however nested."""
+    if not kwargs and all(type(x) is Tensor for x in args):
+        return list(args)  # pytree is slow.
+    return [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
     """How often each tensor was written to."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    return [t._version for t in leaves if isinstance(t, Tensor) and not t.is_inference()]
+    return [t._version for t in tensors if not t.is_inference()]
 
 
 def _differ(given: Any, copies: Any) -> bool:

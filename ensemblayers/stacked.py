@@ -1,7 +1,6 @@
 """Vanilla ensembles: n networks with stacked parameters, called at once."""
 
 import contextlib
-import copy
 import functools
 import inspect
 import itertools
@@ -16,12 +15,13 @@ from torch.func import functional_call, vmap
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils import _pytree as pytree
 
+from ._attributes import Snapshot, copy_attributes, same_attributes
 from ._autocast import autocast_dtype, mapped_autocast
 from ._batched import batched_layers, run_batched
-from ._gradients import is_eager, unbind
+from ._gradients import is_eager, keep_small_blocks, unbind
 from ._input import first_layer
 from ._module import PlainKeys, copy_module, own_parameters
-from ._own_inputs import OwnInputs
+from ._own_inputs import OwnInputs, tensors_of
 from .simplex import check_member
 
 
@@ -96,7 +96,7 @@ class StackedEnsemble(PlainKeys):
         self.n = len(models)
         self.strategy = strategy
         # Members that differ in more than their tensors keep a skeleton each, without parameters.
-        self._skeletons = [] if _same_attributes(models) else [_skeleton(m) for m in models]
+        self._skeletons = [] if same_attributes(models) else [_skeleton(m) for m in models]
         self._why_loop = ""  # What vmap can't do here; empty while it may be able to.
         if recurrent := [m for m in first.modules() if isinstance(m, nn.RNNBase)]:
             self._why_loop = f"{type(recurrent[0]).__name__}, a recurrent layer"
@@ -121,7 +121,9 @@ class StackedEnsemble(PlainKeys):
             return outputs
         self._check_inputs(args, kwargs)
         use_vmap = self._use_vmap()
-        in_dims = pytree.tree_map(lambda leaf: self._in_dim(leaf, shared), (args, kwargs))
+        in_dims = None  # The loop's, of a shared input.
+        if use_vmap or not shared:
+            in_dims = pytree.tree_map(lambda leaf: self._in_dim(leaf, shared), (args, kwargs))
         # They put members' tensors into ``module``: one thread at a time.
         with contextlib.nullcontext() if torch.compiler.is_compiling() else self._lock:
             outputs = (self._vmap if use_vmap else self._loop)(in_dims, args, kwargs)
@@ -163,7 +165,7 @@ class StackedEnsemble(PlainKeys):
             own[b] = b[i].clone()
         copied = copy_module(self.module, own)
         if self._skeletons:
-            _copy_attributes(self._skeletons[i], copied)
+            copy_attributes(self._skeletons[i], copied)
         for module in copied.modules():
             if isinstance(module, nn.RNNBase):
                 module._init_flat_weights()
@@ -182,7 +184,7 @@ class StackedEnsemble(PlainKeys):
                 inspect.signature(self.module.forward).bind()
             except TypeError as error:
                 raise TypeError(f"expected an input [B, ...] or [n, B, ...], {error}") from None
-        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = tensors_of(args, kwargs)
         if inputs and all(x.dim() == 0 for x in inputs):
             raise ValueError("expected an input [B, ...] or [n, B, ...], got no dimensions, []")
         own = self._first_tensor()
@@ -219,17 +221,8 @@ class StackedEnsemble(PlainKeys):
         return 0
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """All parameters and buffers by name, once for each module that holds them.
-
-        Of a module under two names, functional_call would put back the wrong tensors.
-        """
-        parameters: dict[str, Tensor] = {}
-        buffers: dict[str, Tensor] = {}
-        for prefix, module in self.module.named_modules():
-            for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
-                for name, tensor in own.items():
-                    if tensor is not None:
-                        found[f"{prefix}.{name}" if prefix else name] = tensor
+        """All parameters and buffers by name, as :func:`_places` has them."""
+        parameters, buffers = map(_held, _places(self.module))
         return parameters, buffers
 
     def _apply(self, fn, recurse=True):
@@ -258,28 +251,34 @@ class StackedEnsemble(PlainKeys):
         return None if layers is None else run_batched(layers, args[0], self.n, shared)
 
     def _loop(self, in_dims: Any, args: Any, kwargs: Any) -> Any:
-        parameters, buffers = self._tensors()
+        of_parameters, of_buffers = _places(self.module)
+        parameters, buffers = _held(of_parameters), _held(of_buffers)
         # One unbind, not n selects: the backward pass of a select fills all n members with zeros.
         unbound = {p: unbind(p) for p in parameters.values()}
         for p in self._written_weights():
             unbound[p] = tuple(p[i] for i in range(self.n))
         rows = {name: unbound[p] for name, p in parameters.items()}
-        attributes = [] if self._skeletons else _snapshot(self.module)
+        attributes = None if self._skeletons else Snapshot(self.module)
+        eager = is_eager(*parameters.values(), *buffers.values())
+        if eager:
+            keep_small_blocks()
+        places = None if self._skeletons or not eager else {**of_parameters, **of_buffers}
         outputs = []
         for i in range(self.n):
             own = {name: row[i] for name, row in rows.items()}
             before = {name: b[i] for name, b in buffers.items()}
             own.update(before)
-            call = functools.partial(_call, self._caller(i), own)
+            call = functools.partial(_call, self._caller(i), own, places)
             a, k = _of_member(i, in_dims, args, kwargs)
             outputs.append(self._inputs.call(("loop", self.training), call, a, k))
             for name, old in before.items():
                 if own[name] is not old:  # The module assigned a new tensor to its buffer.
                     buffers[name][i].copy_(own[name])
-            for name, p in parameters.items():
+            for name, p in parameters.items() if eager else ():
                 _take_over(p, i, rows[name][i])
-            if not self._skeletons and _changed(self.module, attributes):
+            if attributes is not None and attributes.changed():
                 self._part(i, attributes)
+                attributes = places = None
         return stack_outputs(outputs)
 
     def _written_weights(self) -> list[Tensor]:
@@ -289,20 +288,19 @@ class StackedEnsemble(PlainKeys):
         layers = (m for m in self.module.modules() if isinstance(m, _EMBEDDINGS))
         return [m.weight for m in layers if m.max_norm is not None]
 
-    def _part(self, i: int, before: list[dict[str, Any]]) -> None:
+    def _part(self, i: int, before: Snapshot) -> None:
         """Give each member its own attributes: the module's are now those of member i."""
-        after = _snapshot(self.module)
-        _restore(self.module, before)
+        changes = before.changes()
+        before.restore()
         self._skeletons = [_skeleton(self.module) for _ in range(self.n)]
-        for module, old, new in zip(self._skeletons[i].modules(), before, after, strict=True):
-            changed = {k: v for k, v in new.items() if k not in old or _differ(old[k], v)}
+        for module, changed in zip(self._skeletons[i].modules(), changes, strict=True):
             vars(module).update(changed)
         self._why_loop = self._why_loop or "an attribute was assigned"
 
     def _vmap(self, in_dims: Any, args: Any, kwargs: Any) -> Any:
         parameters, buffers = self._tensors()
         saved = {name: b.clone() for name, b in buffers.items()}
-        attributes = _snapshot(self.module)
+        attributes = Snapshot(self.module)
 
         first = self._first_tensor()
         device = "cpu" if first is None else first.device.type
@@ -311,7 +309,7 @@ class StackedEnsemble(PlainKeys):
         def call(parameters: dict, buffers: dict, args: Any, kwargs: Any) -> Any:
             own = {**parameters, **buffers}
             with mapped_autocast(device), _without_fast_path():
-                out = _call(self.module, own, args, kwargs)
+                out = _call(self.module, own, None, args, kwargs)
             if any(own[name] is not b for name, b in buffers.items()):
                 raise RuntimeError("a buffer was assigned, not updated in place")
             return out
@@ -321,14 +319,14 @@ class StackedEnsemble(PlainKeys):
         kind = "vmap", self.training
 
         def restore() -> None:
-            _restore(self.module, attributes)
+            attributes.restore()
             with torch.no_grad():
                 for name, b in buffers.items():
                     b.copy_(saved[name])
 
         def attempt() -> Any:
             out = self._inputs.call(kind, members, args, kwargs)
-            if _changed(self.module, attributes):
+            if attributes.changed():
                 raise RuntimeError("an attribute was assigned")
             return out
 
@@ -338,7 +336,7 @@ class StackedEnsemble(PlainKeys):
                 return
             own = {name: t[0] for name, t in (*parameters.items(), *buffers.items())}
             a, k = _of_member(0, in_dims, args, kwargs)
-            member = functools.partial(_call, self.module, own)
+            member = functools.partial(_call, self.module, own, None)
             alone = self._inputs.call(kind, member, a, k)
             if (mapped := _dtypes(out)) != (expected := _dtypes(alone)):
                 raise RuntimeError(f"autocast gives {mapped} where a member has {expected}")
@@ -415,8 +413,46 @@ class _Lock:
         self._lock.release()
 
 
-def _call(module: nn.Module, own: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-    return functional_call(module, own, args, kwargs, tie_weights=False)
+_Places = dict[str, tuple[dict[str, Any], str]]
+
+
+def _places(module: nn.Module) -> tuple[_Places, _Places]:
+    """Where modules hold their parameters and buffers: by name, once for each module that does.
+
+    Of a module under two names, functional_call would put back the wrong tensors.
+    """
+    parameters: _Places = {}
+    buffers: _Places = {}
+    for prefix, owner in module.named_modules():
+        for places, held in ((parameters, owner._parameters), (buffers, owner._buffers)):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    places[f"{prefix}.{name}" if prefix else name] = held, name
+    return parameters, buffers
+
+
+def _held(places: _Places) -> dict[str, Tensor]:
+    return {name: held[key] for name, (held, key) in places.items()}
+
+
+def _call(
+    module: nn.Module, own: dict[str, Tensor], places: _Places | None, args: Any, kwargs: Any
+) -> Any:
+    """Call a module with other tensors; what it assigns in their stead is then in ``own``.
+
+    With their places, in eager mode, at less cost than functional_call's.
+    """
+    if places is None:
+        return functional_call(module, own, args, kwargs, tie_weights=False)
+    saved = [held[key] for held, key in places.values()]
+    try:
+        for name, (held, key) in places.items():
+            held[key] = own[name]
+        return module(*args, **kwargs)
+    finally:
+        for (name, (held, key)), tensor in zip(places.items(), saved, strict=True):
+            own[name] = held.get(key, own[name])
+            held[key] = tensor
 
 
 @contextlib.contextmanager
@@ -435,14 +471,15 @@ def _without_fast_path() -> Iterator[None]:
 
 def _take_over(stacked: Tensor, i: int, row: Tensor) -> None:
     """Bring what a module assigned to the ``data`` of member i's parameter into the stack."""
-    if is_eager(stacked, row) and row.device.type != "meta":
-        place = stacked.data_ptr() + i * stacked.stride(0) * stacked.element_size()
-        if row.data_ptr() != place and row.numel():
-            stacked.data[i] = row.data
+    place = stacked.data_ptr() + i * stacked.stride(0) * stacked.element_size()
+    if row.data_ptr() != place and row.numel() and not row.is_meta:
+        stacked.data[i] = row.data
 
 
 def _of_member(i: int, in_dims: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """A member's arguments: its own batch of what has one batch a member."""
+    if in_dims is None:
+        return args, kwargs
     flat, spec = pytree.tree_flatten((args, kwargs))
     dims = pytree.tree_leaves(in_dims, is_leaf=lambda x: x is None)
     own = [leaf if d is None else leaf[i] for leaf, d in zip(flat, dims, strict=True)]
@@ -455,6 +492,8 @@ def _dtypes(outputs: Any) -> list[torch.dtype]:
 
 def stack_outputs(outputs: list[Any]) -> Any:
     """Stack the members' outputs, tensor by tensor; what is no tensor has to be equal in all."""
+    if all(isinstance(out, Tensor) for out in outputs):
+        return torch.stack(outputs)
     return pytree.tree_map(lambda *leaves: _stack(leaves), *outputs)
 
 
@@ -519,70 +558,6 @@ def _check_alike(models: list[nn.Module]) -> None:
                     )
 
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"_non_persistent_buffers_set"}
-_CONTAINERS = (list, dict, set)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes beside its tensors, children and hooks."""
-    return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
-
-
-def _same_attributes(models: list[nn.Module]) -> bool:
-    """Whether the members are equal but for parameters and buffers, with no other tensors."""
-    for modules in zip(*(m.modules() for m in models), strict=True):
-        # A buffer that is None so far may be assigned in the forward pass; a norm's never is.
-        norm = isinstance(modules[0], nn.modules.batchnorm._NormBase)
-        if not norm and any(b is None for b in modules[0]._buffers.values()):
-            return False
-        first, *others = map(_attributes, modules)
-        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(first)):
-            return False
-        try:
-            if any(bool(first != other) for other in others):
-                return False
-        except (RuntimeError, ValueError):  # Objects that can't be compared.
-            return False
-    return True
-
-
-def _snapshot(model: nn.Module) -> list[dict[str, Any]]:
-    """The attributes of each module of a model, lists, dicts and sets as copies.
-
-    None under torch.compile: they would break the graph.
-    """
-    if torch.compiler.is_compiling():
-        return []
-    return [
-        {k: copy.copy(v) if type(v) in _CONTAINERS else v for k, v in _attributes(m).items()}
-        for m in model.modules()
-    ]
-
-
-def _differ(old: Any, new: Any) -> bool:
-    if old is new:
-        return False
-    if type(old) is not type(new):
-        return True
-    if isinstance(old, dict):
-        return old.keys() != new.keys() or any(_differ(v, new[k]) for k, v in old.items())
-    if isinstance(old, list):
-        return len(old) != len(new) or any(map(_differ, old, new))
-    return not isinstance(old, (int, float, str, set)) or old != new
-
-
-def _changed(model: nn.Module, before: list[dict[str, Any]]) -> bool:
-    """Whether attributes, or their lists, dicts and sets, changed since a snapshot."""
-    return any(map(_differ, before, map(_attributes, model.modules())))
-
-
-def _restore(model: nn.Module, before: list[dict[str, Any]]) -> None:
-    for module, old in zip(model.modules(), before, strict=False):
-        for name in _attributes(module).keys() - old.keys():
-            del vars(module)[name]
-        vars(module).update(old)
-
-
 def _skeleton(model: nn.Module) -> nn.Module:
     """A copy of a model without storage for its parameters and buffers."""
     empty: dict[Tensor, Any] = {}
@@ -591,9 +566,3 @@ def _skeleton(model: nn.Module) -> nn.Module:
     for b in model.buffers():
         empty[b] = b.to("meta")
     return copy_module(model, empty)
-
-
-def _copy_attributes(source: nn.Module, target: nn.Module) -> None:
-    for own, other in zip(target.modules(), copy_module(source).modules(), strict=True):
-        vars(own).update(_attributes(other))
-        own._buffers.update((k, b) for k, b in other._buffers.items() if own._buffers[k] is None)
