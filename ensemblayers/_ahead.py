@@ -31,9 +31,8 @@ class Ahead:
         like = {"dtype": block.vertices.dtype, "device": block.vertices.device}
         rows = padded(2 * (STEPS - 1), block.vertices.shape[1], **like)
         self.points, self.kept = rows.split(STEPS - 1)  # Of positions 1, 2; gradients.
-        self.alphas = torch.empty(
-            0, device="cpu"
-        )  # [1 to STEPS, n + frozen], the points of all positions.
+        # The points of all positions, [1 to STEPS, n + frozen].
+        self.alphas = torch.empty(0, device="cpu")
         self.rule: Sgd | None = None  # None: of the points, only the present one holds.
         self.draw = -1  # The count of the draw at position 0.
         self.versions = block.buffer_versions()  # Others' writes to the vertices change them.

@@ -172,8 +172,7 @@ class Block:
         self.shards = found
 
     def gradients_now(self) -> list[Tensor | None]:
-        """The parameters' gradients where they lie; a copy only where the memory's order differs,
-        or the dtype.
+        """The parameters' gradients where they lie; a copy where order or dtype are others.
 
         Raises:
             RuntimeError: a sparse gradient.
