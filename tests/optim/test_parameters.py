@@ -198,10 +198,14 @@ def test_gradients_of_another_dtype(backend, dtype, of_gradient):
 
 def test_the_state_is_up_to_date_whenever_it_is_read(backend):
     model = net()
-    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, momentum=0.9)
+    opt = SubspaceSGD(model.parameters(), lr=0.1, n=3, sigma=0.5, momentum=0.9)
+    explicit = Explicit(model, opt, torch.optim.SGD, lr=0.1, momentum=0.9)
     for _ in range(8):
         opt.zero_grad()
-        backward(model)
+        explicit.backward(opt.alpha.clone(), backward(model))
         opt.step()
-        seen = [opt.state[p]["vertices"].clone() for p in model.parameters()]
-        close(seen, opt.vertices(), rtol=0, atol=0)
+        explicit.step()
+        for p, c in zip(model.parameters(), explicit.copies, strict=True):
+            close([opt.state[p]["vertices"]], [c], rtol=1e-9, atol=1e-11)
+            momentum = explicit.opt.state[c]["momentum_buffer"]
+            close([opt.state[p]["momentum_buffer"]], [momentum], rtol=1e-9, atol=1e-11)

@@ -117,6 +117,19 @@ class Counter(nn.Module):
         return self.layer(x) * (self.steps + len(self.seen) + self.table["last"])
 
 
+class Diary(nn.Module):
+    """A list that grows in the forward pass, and no attribute that is assigned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(1)
+        return self.layer(x) * len(self.seen)
+
+
 class Hidden(nn.Module):
     """A hidden state that appears in the first forward pass, and in some members only."""
 
@@ -194,6 +207,7 @@ NETS = {
     "tensor in place": (lambda i: InPlace().double(), vectors),
     "assigned buffer": (lambda i: AssignedBuffer().double(), vectors),
     "counter": (lambda i: Counter().double(), vectors),
+    "list": (lambda i: Diary().double(), vectors),
     "hidden": (lambda i: Hidden().double(), vectors),
     "late buffer": (lambda i: LateBuffer().double(), vectors),
     "parametrized": (lambda i: parametrized(), vectors),
