@@ -12,6 +12,10 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -35,6 +39,8 @@ constexpr int kBytes = 32, kRows = 6;
 constexpr int kVectors = 2, kLine = 64;  // Bytes of the cache's lines.
 constexpr int64_t kBlock = 1024;  // Rows of g and x at once.
 constexpr int64_t kCache = 512 * 1024, kGroup = 32;  // Bytes, panels.
+constexpr int64_t kPacked = 8;  // Rows that are read side by side: the first-level cache holds them.
+constexpr int64_t kStreamed = 512 * 1024;  // Bytes of a gradient that no near cache holds.
 constexpr int64_t kRowsAtOnce = 1024;  // A thread's: with fewer a product is slower.
 constexpr int64_t kGrain = 16 * 1024;  // Elements that are worth a thread.
 
@@ -78,6 +84,33 @@ void load(V* to, const V* from, int64_t count) {
     std::memcpy(to, from, count * sizeof(V));
     std::fill(to + count, to + kCount, V(0));
   }
+}
+
+// A tile's row, to memory and past the caches, which would read there first what is overwritten.
+// `to` begins with a line.
+template <class V>
+void stream(V* to, const V* from) {
+#if defined(__AVX512F__)
+  for (int v = 0; v < kVectors; ++v) {
+    const auto lane = v * Simd<V>::kLanes;
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + lane), _mm512_load_si512(from + lane));
+  }
+#elif defined(__AVX__)
+  for (int v = 0; v < kVectors; ++v) {
+    const auto lane = v * Simd<V>::kLanes;
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + lane),
+                        _mm256_load_si256(reinterpret_cast<const __m256i*>(from + lane)));
+  }
+#else
+  std::memcpy(to, from, Simd<V>::kColumns * sizeof(V));
+#endif
+}
+
+// Other threads read what was streamed.
+void end_of_stream() {
+#ifdef __AVX__
+  _mm_sfence();
+#endif
 }
 
 // What rows [begin, end) of all add to a tile of dW and, times the tile of W, to dr. They are in
@@ -142,10 +175,12 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
   torch::stable::parallel_for(0, tiles, 8, [&](int64_t begin, int64_t end) {
     for (int64_t first = 0; first < rows; first += block) {
       const int64_t last = std::min(rows, first + block);
-      for (int64_t t = begin; t < end; ++t) {
-        V* to = tile_of_g(first, last, t);
-        for (int64_t j = first; j < last; ++j, to += kRows) {
-          load<V, kRows>(to, g + j * out + t * kRows, out - t * kRows);
+      for (int64_t some = first; some < last; some += kPacked) {
+        for (int64_t t = begin; t < end; ++t) {
+          V* to = tile_of_g(first, last, t) + (some - first) * kRows;
+          for (int64_t j = some; j < std::min(last, some + kPacked); ++j, to += kRows) {
+            load<V, kRows>(to, g + j * out + t * kRows, out - t * kRows);
+          }
         }
       }
     }
@@ -156,6 +191,8 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
   const int64_t panels = (in + kColumns - 1) / kColumns;
   const int64_t fit = kCache / (block * kColumns * static_cast<int64_t>(sizeof(V)));
   const int64_t group = std::clamp<int64_t>(fit, 1, kGroup);
+  const bool streamed = out * in * static_cast<int64_t>(sizeof(V)) >= kStreamed &&
+                        in * sizeof(V) % kLine == 0 && reinterpret_cast<uintptr_t>(dw) % kLine == 0;
   torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     const auto x_panels = uninitialized<V>(group * block * kColumns);
     const auto r_panels = uninitialized<V>(group * n * kColumns);
@@ -172,11 +209,13 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
       std::fill(sums.get(), sums.get() + here * n * kColumns, V(0));
       for (int64_t first = 0; first < rows; first += block) {
         const int64_t last = std::min(rows, first + block);
-        for (int64_t k = 0; k < here; ++k) {
-          const int64_t c = (p + k) * kColumns;
-          V* to = &x_panels[k * block * kColumns];
-          for (int64_t j = first; j < last; ++j, to += kColumns) {
-            load<V, kColumns>(to, xs + j * in + c, in - c);
+        for (int64_t some = first; some < last; some += kPacked) {
+          for (int64_t k = 0; k < here; ++k) {
+            const int64_t c = (p + k) * kColumns;
+            V* to = &x_panels[(k * block + some - first) * kColumns];
+            for (int64_t j = some; j < std::min(last, some + kPacked); ++j, to += kColumns) {
+              load<V, kColumns>(to, xs + j * in + c, in - c);
+            }
           }
         }
         for (int64_t t = 0; t < tiles; ++t) {
@@ -188,8 +227,7 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
             V* to = dw + t * kRows * in + c;
             for (int64_t q = 0; q < below; ++q) {
               for (int64_t b = 0; b < width; b += kLine / sizeof(V)) {
-                __builtin_prefetch(from + (kRows + q) * in + b);
-                __builtin_prefetch(to + (kRows + q) * in + b, 1);
+                __builtin_prefetch(from + (kRows + q) * in + b, 0, 2);
               }
             }
             if (height < kRows) std::fill_n(w_tile.get(), kTile, V(0));
@@ -201,7 +239,11 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
                            &r_panels[k * n * kColumns], &sums[k * n * kColumns], w_tile.get(),
                            dw_tile.get(), first, last, each);
             for (int64_t q = 0; q < height; ++q) {
-              std::memcpy(to + q * in, &dw_tile[q * kColumns], width * sizeof(V));
+              if (streamed && width == kColumns) {
+                stream(to + q * in, &dw_tile[q * kColumns]);
+              } else {
+                std::memcpy(to + q * in, &dw_tile[q * kColumns], width * sizeof(V));
+              }
             }
           }
         }
@@ -213,6 +255,7 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
         }
       }
     }
+    end_of_stream();
   });
 }
 
@@ -237,33 +280,48 @@ void scale_rows(const V* from, const V* scale, const V* shift, V* to, int64_t fi
   });
 }
 
-// Of y * s + bias: d_y = g * s, d_s the sums of g * y, d_bias those of g, in one pass. d_y may be g,
-// d_bias nothing.
+// Of y * s + bias: d_y = g * s, d_s the sums of g * y, d_bias those of g, in one pass, and y * s
+// again. d_y may be g; d_bias and y_s may be nothing.
 template <class V>
-void scales_impl(const V* grad, const V* y, const V* s, V* d_y, V* d_s, V* d_bias, int64_t rows,
-                 int64_t n, int64_t out) {
+void scales_impl(const V* grad, const V* y, const V* s, V* d_y, V* d_s, V* d_bias, V* y_s,
+                 int64_t rows, int64_t n, int64_t out) {
   using S = Simd<V>;
-  constexpr int64_t kColumns = 2 * S::kLanes;
+  using Vector = typename S::Vector;
+  constexpr int kWide = 4;  // Vectors.
+  constexpr int64_t kColumns = kWide * S::kLanes;
   const int64_t each = rows / n, blocks = (out + kColumns - 1) / kColumns;
   const int64_t grain = 1 + kGrain / (each * kColumns + 1);
   torch::stable::parallel_for(0, n * blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
       const int64_t m = k / blocks, first = k % blocks * kColumns;
       const int64_t count = std::min(kColumns, out - first), own = m * out + first;
-      V products[kColumns] = {}, sums[kColumns] = {};
-      const auto row = [&](int64_t j, int64_t columns) {
-        const V* g = grad + j * out + first;
-        const V* ys = y + j * out + first;
-        V* to = d_y + j * out + first;
-        for (int64_t c = 0; c < columns; ++c) {
-          const V value = g[c];
-          products[c] += value * ys[c];
-          sums[c] += value;
-          to[c] = value * s[own + c];
+      const int64_t top = m * each * out + first, bottom = top + each * out;
+      if (count == kColumns) {
+        Vector scale[kWide], products[kWide] = {}, sums[kWide] = {};
+        for (int v = 0; v < kWide; ++v) scale[v] = S::at(s + own, v);
+        for (int64_t j = top; j < bottom; j += out) {
+#pragma GCC unroll 8
+          for (int v = 0; v < kWide; ++v) {
+            const Vector g = S::at(grad + j, v), ys = S::at(y + j, v);
+            products[v] += g * ys;
+            sums[v] += g;
+            S::at(d_y + j, v) = g * scale[v];
+            if (y_s) S::at(y_s + j, v) = ys * scale[v];
+          }
         }
-      };
-      for (int64_t j = m * each; j < (m + 1) * each; ++j) {
-        count == kColumns ? row(j, kColumns) : row(j, count);
+        std::memcpy(d_s + own, products, sizeof(products));
+        if (d_bias) std::memcpy(d_bias + own, sums, sizeof(sums));
+        continue;
+      }
+      V products[kColumns] = {}, sums[kColumns] = {};
+      for (int64_t j = top; j < bottom; j += out) {
+        for (int64_t c = 0; c < count; ++c) {
+          const V g = grad[j + c];
+          products[c] += g * y[j + c];
+          sums[c] += g;
+          d_y[j + c] = g * s[own + c];
+          if (y_s) y_s[j + c] = y[j + c] * s[own + c];
+        }
       }
       std::copy(products, products + count, d_s + own);
       if (d_bias) std::copy(sums, sums + count, d_bias + own);
@@ -339,21 +397,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad, Tensor x, Tenso
   dispatch(xs, [&](auto v) {
     using V = decltype(v);
     scales_impl<V>(data<V>(g), data<V>(y), data<V>(ss), mutable_data<V>(d_y),
-                   mutable_data<V>(d_s), mutable_data<V>(d_bias), rows, n, out);
+                   mutable_data<V>(d_s), mutable_data<V>(d_bias), nullptr, rows, n, out);
     if (!of_scaled) {
       if (d_weight) weights_impl<V>(d_y, xs, weight, rs, *d_weight, d_r);
       return;
     }
     // The gradient of x * r is at hand, and r's with it: the library's products are faster.
     multiply(d_x, d_y, weight);
+    Tensor scaled = empty(xs, d_weight ? rows : 0, in);
     V* own = mutable_data<V>(d_x);
-    scales_impl<V>(own, data<V>(xs), data<V>(rs), own, mutable_data<V>(d_r), nullptr, rows, n, in);
-    if (d_weight) {
-      Tensor scaled = empty(xs, rows, in);
-      scale_rows<V>(data<V>(xs), data<V>(rs), nullptr, mutable_data<V>(scaled), 0, rows, rows / n,
-                    in);
-      multiply(*d_weight, torch::stable::transpose(d_y, 0, 1), scaled);
-    }
+    scales_impl<V>(own, data<V>(xs), data<V>(rs), own, mutable_data<V>(d_r), nullptr,
+                   d_weight ? mutable_data<V>(scaled) : nullptr, rows, n, in);
+    if (d_weight) multiply(*d_weight, torch::stable::transpose(d_y, 0, 1), scaled);
   });
   return {d_x, d_r, d_s, d_bias};
 }

@@ -110,7 +110,8 @@ def linear(
     """
     if not x.is_cpu and takes(x, weight, r, s, bias, members):
         return fused_linear(x, weight, r, s, bias, members)
-    r, s, bias = of_groups(members, r, s, bias)
+    if members is not None:
+        r, s, bias = of_groups(members, r, s, bias)
     if _in_cpp(x, weight, r, s, bias):
         return _Linear.apply(x, weight, r, s, bias)
     if folds(x, weight, r):

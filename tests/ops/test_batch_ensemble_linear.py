@@ -74,6 +74,25 @@ def test_several_blocks_of_rows_and_groups_of_panels(backend, shape):
     assert_same(of_a_first_layer(args))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 528, 301), (1, 1030, 512, 300), (2, 4, 530, 300)])
+def test_gradients_that_no_cache_holds(backend, shape, dtype):
+    """Of whole and partial tiles, and of rows that begin anywhere in a line of the cache."""
+    assert_same(of_a_first_layer(inputs(*shape, dtype=dtype)))
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+def test_a_gradient_at_any_address():
+    x, weight, r, s, _ = (t.detach().float() for t in inputs(2, 5, 512, 300))
+    grad, y = torch.randn(2, 10, 300)
+    memory, found = torch.zeros(weight.numel() + 16), []
+    for start in (0, 1):
+        out = memory[start : start + weight.numel()].view_as(weight)
+        torch.ops.ensemblayers.batch_ensemble_backward(grad, x, weight, r, s, y, out, False)
+        found.append(out.clone())
+    assert torch.equal(*found) and found[0].all() and not memory[-15:].any()
+
+
 @pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=5)), ids=str)
 def test_any_gradients_alone(backend, needed):
     args = [t.requires_grad_(need) for t, need in zip(inputs(2, 4, 5, 3), needed, strict=True)]
