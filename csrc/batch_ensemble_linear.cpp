@@ -1,5 +1,5 @@
-// BatchEnsemble's linear layer on a CPU: y = (x * r_m) W^T and y * s_m + bias_m for the rows of each
-// member m, and the gradients of all of it with as many products as a plain layer's.
+// BatchEnsemble's linear layer on a CPU: y = (x * r_m) W^T and y * s_m + bias_m for the rows of
+// each member m, and the gradients of all of it with as many products as a plain layer's.
 //
 // With g the gradient of y and h_m = g_m^T x_m [out, in] over the member's rows,
 //   dW = sum_m r_m h_m (by columns),   dr_m = the column sums of W * h_m.
@@ -39,7 +39,7 @@ constexpr int kBytes = 32, kRows = 6;
 constexpr int kVectors = 2, kLine = 64;  // Bytes of the cache's lines.
 constexpr int64_t kBlock = 1024;  // Rows of g and x at once.
 constexpr int64_t kCache = 512 * 1024, kGroup = 32;  // Bytes, panels.
-constexpr int64_t kPacked = 8;  // Rows that are read side by side: the first-level cache holds them.
+constexpr int64_t kPacked = 8;  // Rows side by side that the first-level cache holds.
 constexpr int64_t kStreamed = 512 * 1024;  // Bytes of a gradient that no near cache holds.
 constexpr int64_t kRowsAtOnce = 1024;  // A thread's: with fewer a product is slower.
 constexpr int64_t kGrain = 16 * 1024;  // Elements that are worth a thread.
