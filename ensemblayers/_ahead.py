@@ -5,7 +5,7 @@ over the vertices and their momentum writes, beside the next point, the two afte
 be without the gradients until then. The steps in between read such a point, subtract what these
 gradients change of it, and keep their own for the next pass. On average a step moves 9 numbers a
 parameter in place of 14 with n = 3 and momentum, 12 in place of 22 with n = 5. The kernels, and
-what exactly is subtracted: ``csrc/mix_next.cpp``.
+what exactly is subtracted: ``csrc/sgd_ahead.cpp``.
 """
 
 from collections.abc import Sequence

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ import torch
 _LOG = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ABI = 0x020A000000000000  # torch 2.10, the first with all that the sources use
-_FLAGS = ["-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared"]
+_FLAGS = ["-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fPIC"]
 _FLAGS += [f"-DTORCH_TARGET_VERSION={_ABI:#018x}"]
 
 
@@ -58,9 +59,9 @@ def _load() -> None:
 
 
 def sources() -> list[Path]:
-    """The C++ sources: of the checkout, or those that a wheel carries."""
+    """The C++ sources and their headers: of the checkout, or those that a wheel carries."""
     for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
-        found = sorted(folder.glob("*.cpp"))
+        found = sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
         if found:
             return found
     raise FileNotFoundError("no C++ sources beside the package")
@@ -90,13 +91,21 @@ def _build(compiler: list[str], root: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     # Built aside and renamed: processes that build at the same time don't see half a library.
     with tempfile.TemporaryDirectory(dir=library.parent) as aside:
+        units = [source for source in sources() if source.suffix == ".cpp"]
+        objects = [str(Path(aside) / f"{source.stem}.o") for source in units]
+        compiled = [*compiler, *_FLAGS, f"-I{root / 'include'}", "-c"]
+        with ThreadPoolExecutor() as pool:
+            commands = zip(units, objects, strict=True)
+            list(pool.map(_run, ([*compiled, str(unit), "-o", o] for unit, o in commands)))
         out = Path(aside) / library.name
-        link = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu"]
-        command = [*compiler, *_FLAGS, *map(str, sources()), *link, "-o", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise RuntimeError(f"{compiler[0]} failed: {done.stderr.strip()[-2000:]}")
+        _run([*compiler, "-shared", *objects, f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(out)])
         os.replace(out, library)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed: {done.stderr.strip()[-2000:]}")
 
 
 def _version(compiler: list[str]) -> str:
