@@ -72,6 +72,7 @@ def is_eager(*tensors: Tensor | None) -> bool:
     """
     if (
         torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
         or torch._C._len_torch_dispatch_stack()
         or transformed()
         or has_tangents()

@@ -262,7 +262,8 @@ class StackedEnsemble(PlainKeys):
         eager = is_eager(*parameters.values(), *buffers.values())
         if eager:
             keep_small_blocks()
-        places = None if self._skeletons or not eager else {**of_parameters, **of_buffers}
+        direct = eager or torch.jit.is_tracing()  # Which functional_call does not take.
+        places = None if self._skeletons or not direct else {**of_parameters, **of_buffers}
         outputs = []
         for i in range(self.n):
             own = {name: row[i] for name, row in rows.items()}

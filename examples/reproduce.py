@@ -92,6 +92,8 @@ def reproduce(options: Options) -> None:
         )
     if options.train:
         _train(wanted, folder, options, console)
+    if not any(folder.glob("*/*.json")):
+        console.print(f"No results in {folder}: all rows are empty.", soft_wrap=True, markup=False)
     for name, own in shown.items():
         for table in tables.rich_tables(name, tables.read(own, folder, SEEDS)):
             console.print(table)

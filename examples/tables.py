@@ -16,18 +16,19 @@ from .targets import METRICS, TITLES, Number, Row
 
 PAPER_SEEDS = 5
 LEGEND = (
-    "Mean ± standard deviation over the seeds (their number in the last column; - where there is "
-    "nothing: no result yet, or no such number). n: members; h: width of the network, where it is "
-    "not the benchmark's own. Accuracy: of all tasks after the last one, in percent; learning: of "
-    "each task right after it was learned; forgetting: a fraction. After each, the paper's number, "
-    "and Δ: ours less the paper's, * where they do not match; they match where z = |Δ| / sqrt(s² / "
-    "seeds + s_paper² / 5) is at most 2, or, for forgetting, where the printed hundredths differ "
-    "by at most one. A wide spread makes a small z: look at Δ too. There is no z, and no verdict, "
-    "with fewer than five seeds. FLOPs: of a prediction and of a training step, replayed examples "
-    "included, a second phase not, single network = 1, as counted; last, the paper's count. Where "
-    "the paper's tables print different numbers for one run, the number that its other tables or "
-    "its text support stands in all of them, but for rounding, and but for Table 5's MC-SGD, of "
-    "runs of its own."
+    "Mean ± standard deviation over the seeds (the population's; their number in the last "
+    "column; - where there is nothing: no result yet, or no such number). n: members; h: "
+    "width of the network, where it is not the benchmark's own. Accuracy: of all tasks after "
+    "the last one, in percent; learning: of each task right after it was learned; forgetting: "
+    "a fraction. After each, the paper's number, and Δ: ours less the paper's, * where they "
+    "do not match; they match where z = |Δ| / sqrt(s² / seeds + s_paper² / 5) is at most 2, "
+    "or, for forgetting, where the printed hundredths differ by at most one. A wide spread "
+    "makes a small z: look at Δ too. There is no z, and no verdict, with fewer than five "
+    "seeds. FLOPs: of a prediction and of a training step, replayed examples included, a "
+    "second phase not, single network = 1, as counted; last, the paper's count. Where the "
+    "paper's tables print different numbers for one run, the number that its other tables or "
+    "its text support stands in all of them, but for rounding, and but for Table 5's MC-SGD, "
+    "of runs of its own."
 )
 _COMPARED = ("paper", "Δ", "z")
 _HEADER = (

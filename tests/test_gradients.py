@@ -2,7 +2,10 @@ import gc
 import platform
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from io import BytesIO
 
 import pytest
 import torch
@@ -223,3 +226,22 @@ def test_a_batch_of_gradients(name):
     for k, g in enumerate(many):
         one = torch.autograd.grad(y, parameters, g, retain_graph=True)
         torch.testing.assert_close([b[k] for b in batched], list(one))
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [partial(el.to_batch_ensemble, n=4), partial(el.to_stacked, n=3), partial(el.to_subspace, n=3)],
+    ids=["BatchEnsemble", "stacked", "subspace"],
+)
+def test_a_trace_can_be_saved(convert):
+    """A tracer sees the operations themselves, no functions of Python's, with large weights too."""
+    model = convert(nn.Sequential(nn.Linear(600, 700), nn.ReLU(), nn.Linear(700, 3)))
+    model, x, file = (
+        model.train(convert.func is not el.to_subspace),
+        torch.randn(16, 600),
+        BytesIO(),
+    )
+    with warnings.catch_warnings(action="ignore"):  # That torch.export is to be preferred.
+        torch.jit.save(torch.jit.trace(model, x), file)
+        file.seek(0)
+        torch.testing.assert_close(torch.jit.load(file)(x), model(x))

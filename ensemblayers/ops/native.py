@@ -75,7 +75,14 @@ def _library() -> Path:
     compiler = shlex.split(found)
     root = Path(torch.__file__).parent
     key = hashlib.sha256()
-    for part in (_version(compiler), *_FLAGS, torch.__version__, str(root), _processor()):
+    for part in (
+        *compiler,
+        _version(compiler),
+        *_FLAGS,
+        torch.__version__,
+        str(root),
+        _processor(),
+    ):
         key.update(part.encode())
     for source in sources():
         key.update(source.read_bytes())

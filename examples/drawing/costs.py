@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
+from matplotlib.patheffects import withStroke
 from torch import nn
 
 from ..costs import BATCH
@@ -42,7 +43,8 @@ def short_costs(name: str, benchmark: str) -> Figure:
         canvas, [line] = panels(1, 2, 4.6, 3.8, sharey=True)
         for axes, (cost, label) in zip(line, COSTS.items(), strict=True):
             for method in unique(rows, "method"):
-                _curve(axes, pick(rows, method=method), cost, "n", LABELS[method], COLOURS[method])
+                own, place = pick(rows, method=method), _PLACES.get(method, (5, 4))
+                _curve(axes, own, cost, "n", LABELS[method], COLOURS[method], place)
             axes.set(xlabel=label, title=TITLES[benchmark])
             axes.margins(0.1)
             axes.grid(alpha=0.3)
@@ -102,12 +104,13 @@ def long_costs(name: str, benchmarks: Sequence[str]) -> Figure:
         out = []
         for benchmark in benchmarks:
             own = [row for row in rows if row["benchmark"] == benchmark]
-            best = _best_of_families(own, _runs(benchmark))
+            common, best = _best_of_families(own, _runs(benchmark))
+            of = f"{benchmark}, over seeds {', '.join(map(str, common))}" if common else benchmark
             if not benchmark.startswith("split-"):
-                text = f"{benchmark}: S-C is at least on par (-{CLOSE} at most) with all others"
+                text = f"{of}: S-C is at least on par (-{CLOSE} at most) with all others"
                 out.append(judge(text, best, _subspace_leads))
                 continue
-            text = f"{benchmark}: ensemble MC-SGD is the best"
+            text = f"{of}: ensemble MC-SGD is the best"
             out.append(judge(text, best, _ensemble_leads))
             cost = {f"n={n}": mean(own, "paper", family="subspace", size=n) for n in (2, 3)}
             text = f"{benchmark}: S-C costs about one network (1.05 at most)"
@@ -117,10 +120,12 @@ def long_costs(name: str, benchmarks: Sequence[str]) -> Figure:
     return Figure(name, rows, draw, claims, table="parameters")
 
 
+_PLACES = {"naive": (-10, -11), "subspace": (5, -11), "batch-ensemble": (-14, 3)}
+
 # Label, colour, and where the sizes stand beside the points, in points: each on a side of its own.
 _FAMILIES = {
     "scaled": ("MC-SGD, width h", COLOURS["mc-sgd"], (5, -11)),
-    "ensemble": ("ensemble MC-SGD, n members", COLOURS["ensemble-mc-sgd"], (5, 4)),
+    "ensemble": ("ensemble MC-SGD, n members", COLOURS["ensemble-mc-sgd"], (-9, 6)),
     "bagging": ("the same, bagging", COLOURS["ensemble-mc-sgd-bagging"], (-10, -11)),
     "subspace": ("Subspace-Connectivity (S-C), n", COLOURS["subspace-connectivity"], (-10, 4)),
 }
@@ -173,19 +178,19 @@ def _paper_count(method: str, n: int, network: nn.Module) -> float:
 
 def _best_of_families(
     rows: list[Row], runs: Sequence[tuple[str, int, str, int, int | None]]
-) -> dict[str, float | None]:
-    """Each family's highest mean accuracy, over the seeds that all families' runs have."""
+) -> tuple[list[int], dict[str, float | None]]:
+    """The seeds that all families' runs have, and each family's highest mean accuracy over them."""
     found = [
         {row["seed"]: row["accuracy"] for row in pick(rows, family=family, size=size)}
         for family, size, *_ in runs
     ]
-    common = set.intersection(*map(set, found))
+    common = sorted(set.intersection(*map(set, found)))
     best: dict[str, float | None] = dict.fromkeys(_FAMILIES)
     for (family, *_), accuracies in zip(runs, found, strict=True):
         if common:
             average = sum(accuracies[seed] for seed in common) / len(common)
             best[family] = max(average, best[family] or average)
-    return best
+    return common, best
 
 
 def _curve(
@@ -195,7 +200,7 @@ def _curve(
     size: str,
     label: str,
     colour: str,
-    place: tuple[int, int] = (5, 4),
+    place: tuple[int, int],
 ) -> None:
     """A point a size, with the standard deviation over the seeds and the size beside it."""
     if not rows:
@@ -205,7 +210,8 @@ def _curve(
     y = [mean(rows, "accuracy", **{size: s}) for s in sizes]
     errors = [spread(rows, "accuracy", **{size: s}) for s in sizes]
     axes.errorbar(x, y, errors, marker="o", capsize=3, color=colour, label=label)
-    near = {"textcoords": "offset points", "fontsize": 8, "color": colour}
+    near = {"textcoords": "offset points", "fontsize": 8, "color": colour, "zorder": 5}
+    near["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
     for one, other, s in zip(x, y, sizes, strict=True):
         axes.annotate(str(s), (one, other), xytext=place, **near)
 

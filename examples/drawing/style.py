@@ -18,7 +18,7 @@ COLOURS = {
     "ensemble-mc-sgd": "#0072B2",
     "ensemble-mc-sgd-bagging": "#009E73",
     "ewc": "#999999",
-    "a-gem": "#009E73",
+    "a-gem": "#D55E00",
     "er-reservoir": "#CC79A7",
     "stable-sgd": "#0072B2",
     "multitask": "#F0E442",

@@ -2,6 +2,8 @@ import csv
 import dataclasses
 import functools
 import json
+import shutil
+from pathlib import Path
 
 import joblib
 import matplotlib.image
@@ -20,6 +22,7 @@ from examples.drawing.hessian import top_eigenvalues
 from examples.drawing.rows import mean_over_seeds
 from examples.drawing.weights import Run, percent
 from examples.figures import main
+from examples.reproduce import TABLES, write_report
 from examples.run import run
 from examples.settings import settings_for
 from examples.store import Key
@@ -100,6 +103,25 @@ def test_what_was_not_measured_is_said_and_not_drawn(tmp_path, capsys):
     assert printed.count("not drawn") == len(FIGURES) and not list(tmp_path.glob("out/*"))
     assert "examples.reproduce ablation" in printed
     assert ": met" not in printed and "NOT met" not in printed
+
+
+def test_the_committed_figures_are_those_of_the_committed_results(tmp_path):
+    here = Path(targets.__file__).parent
+    for folder in (here / "results").iterdir():  # None of the CSV files, which are written anew.
+        if folder.is_dir():
+            shutil.copytree(folder, tmp_path / "results" / folder.name)
+    of_results = [name for name, figure in FIGURES.items() if figure.table]
+    folders = [f"--{name}={tmp_path / name}" for name in ("results", "weights", "out")]
+    assert main([*of_results, "--no-train", *folders]) == 0
+    drawn = [name for name in of_results if (tmp_path / "out" / f"{name}.csv").exists()]
+    assert len(drawn) > 3
+    for name in drawn:
+        for kind in ("csv", "txt"):
+            file = f"{name}.{kind}"
+            assert (tmp_path / "out" / file).read_text() == (here / "figures" / file).read_text()
+    write_report(tmp_path)
+    for file in ("RESULTS.md", *(f"results/{table}.csv" for table in TABLES)):
+        assert (tmp_path / file).read_text("utf-8") == (here / file).read_text("utf-8"), file
 
 
 @pytest.mark.parametrize("name", ["1-accuracy-against-n", "4-metrics-against-n", "5-cost"])

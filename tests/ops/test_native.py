@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 
@@ -73,3 +74,15 @@ def test_importing_the_package_builds_nothing(tmp_path):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False" and not (tmp_path / "cache").exists()
+
+
+def test_a_build_is_of_one_compiler_with_its_arguments(monkeypatch, tmp_path):
+    if not native.available():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("ENSEMBLAYERS_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_build", lambda *_: None)
+    found = set()
+    for arguments in ("", " -O2", " -O2 -ffast-math"):
+        monkeypatch.setenv("CXX", (shutil.which("g++") or shutil.which("clang++")) + arguments)
+        found.add(native._library())
+    assert len(found) == 3
