@@ -240,6 +240,12 @@ def test_the_width_is_part_of_the_key():
     )
 
 
+def test_a_folder_without_results_is_named(tmp_path, capsys):
+    (tmp_path / "results" / "split-cifar-100").mkdir(parents=True)
+    assert start(tmp_path, "--no-train") == 0
+    assert f"No results in {tmp_path / 'results'}" in capsys.readouterr().out
+
+
 def test_it_prints_and_writes_what_is_missing_as_missing(small, tmp_path, capsys):
     assert start(tmp_path, "--seeds", "0", "--method", "naive") == 0
     printed = capsys.readouterr().out
