@@ -39,16 +39,15 @@ class Assignment:
         traced = torch.compiler.is_compiling()
         if not (traced or self._running) and _backward_pass() == -1:
             self._release()  # A backward pass that failed did not.
-        begin = -1 if traced else torch.autograd._get_sequence_nr()
-        call = None if traced or members is None else _Call(self, members, begin)
+        call = None if traced else _Call(self, members)
         before = self.members, self._running
         self.members, self._running = members, True
         try:
             outputs = function(*args, **kwargs)
         finally:
             self.members, self._running = before
-        if not traced and torch.is_grad_enabled() and (members is not None or self._last):
-            self._keep(call or _Call(self, None, begin), outputs)
+        if call is not None and torch.is_grad_enabled() and (members is not None or self._last):
+            self._keep(call, outputs)
         return outputs
 
     def current(self) -> Tensor | None:
@@ -121,9 +120,9 @@ class Assignment:
 class _Call:
     """A call's index and the numbers of the nodes that it made, from ``begin`` to ``end``."""
 
-    def __init__(self, assignment: Assignment, members: Tensor | None, begin: int) -> None:
+    def __init__(self, assignment: Assignment, members: Tensor | None) -> None:
         self.assignment, self.members = assignment, members
-        self.begin = self.end = begin
+        self.begin = self.end = torch.autograd._get_sequence_nr()
         self.version = self._version()
 
     def _version(self) -> int | None:

@@ -78,15 +78,14 @@ def is_eager(*tensors: Tensor | None) -> bool:
         or has_tangents()
     ):
         return False
-    # Lists: a generator's start takes longer, and every layer calls this.
-    return all([t is None or type(t) in _PLAIN for t in tensors])
+    return all(t is None or type(t) in _PLAIN for t in tensors)
 
 
 def writes_gradients(*tensors: Tensor | None) -> bool:
     """Whether gradients are recorded that may be written straight into memory."""
     if not torch.is_grad_enabled() or not is_eager(*tensors):
         return False
-    return any([t is not None and t.requires_grad for t in tensors])
+    return any(t is not None and t.requires_grad for t in tensors)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

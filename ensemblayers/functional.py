@@ -171,8 +171,6 @@ def batch_ensemble_linear(
             f"expected x [n * b, ..., in] for a weight {list(weight.shape)}, got {list(x.shape)}"
         )
     members = check_members(x, len(r), members)
-    if x.dim() == r.dim() == 2:
-        return ops.batch_ensemble_linear.linear(x, weight, r, s, bias, members)
     flat = x if x.dim() == 2 else x.flatten(0, -2)
 
     def one(*fast: Tensor | None) -> Tensor:

@@ -110,8 +110,7 @@ def linear(
     """
     if not x.is_cpu and takes(x, weight, r, s, bias, members):
         return fused_linear(x, weight, r, s, bias, members)
-    if members is not None:
-        r, s, bias = of_groups(members, r, s, bias)
+    r, s, bias = of_groups(members, r, s, bias)
     if _in_cpp(x, weight, r, s, bias):
         return _Linear.apply(x, weight, r, s, bias)
     if folds(x, weight, r):
