@@ -106,6 +106,25 @@ def unbind(stacked: Tensor) -> tuple[Tensor, ...]:
     return tuple(rows)
 
 
+def has_place(row: Tensor) -> bool:
+    """Whether the gradient of a row of :func:`unbind` has a place in kept memory."""
+    return isinstance(row.grad_fn, _Row._backward_cls)
+
+
+def place_of(row: Tensor) -> Tensor:
+    """Uninitialised memory for the gradient of a row that has a place, where it is not copied.
+
+    To be asked for in the backward pass. A row that is used more than once has further gradients,
+    which are in memory of their own.
+    """
+    stack, i = row.grad_fn.stack, row.grad_fn.i
+    if i in stack.given:
+        return torch.empty_like(row)
+    own = stack.row(i)
+    stack.given.add(i)
+    return own
+
+
 class _Stack(threading.local):
     """The memory of a stacked gradient in the backward pass, from its first row to its last.
 
@@ -115,6 +134,7 @@ class _Stack(threading.local):
     def __init__(self, leaf: Tensor) -> None:
         self.leaf = leaf
         self.out: Tensor | None = None
+        self.given: set[int] = set()  # The rows that someone writes.
 
     def row(self, i: int) -> Tensor:
         if self.out is None:
@@ -123,7 +143,13 @@ class _Stack(threading.local):
 
     def take(self) -> Tensor:
         out, self.out = self.out, None
+        self.given.clear()
         return out
+
+    def put(self, i: int, grad: Tensor) -> Tensor:
+        """A row's gradient, brought to its place if it is not there."""
+        own = self.row(i)
+        return own if grad.data_ptr() == own.data_ptr() else own.copy_(grad)
 
 
 class _Row(torch.autograd.Function):
@@ -139,7 +165,7 @@ class _Row(torch.autograd.Function):
     def backward(ctx, grad):
         if grad is None or is_recorded(grad) or grad.layout != torch.strided:
             return grad, None, None
-        return ctx.stack.row(ctx.i).copy_(grad), None, None
+        return ctx.stack.put(ctx.i, grad), None, None
 
 
 class _Unbind(torch.autograd.Function):
@@ -156,9 +182,8 @@ class _Unbind(torch.autograd.Function):
             zero = torch.zeros_like(given[0])  # Of their layout.
             return torch.stack([zero if g is None else g for g in grads]), None
         for i, g in enumerate(grads):
-            own = ctx.stack.row(i)
             if g is None:
-                own.zero_()
-            elif g.data_ptr() != own.data_ptr():
-                own.copy_(g)
+                ctx.stack.row(i).zero_()
+            else:
+                ctx.stack.put(i, g)
         return ctx.stack.take(), None

@@ -15,6 +15,7 @@ from torch.func import functional_call, vmap
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils import _pytree as pytree
 
+from . import _small_maps
 from ._attributes import Snapshot, copy_attributes, same_attributes
 from ._autocast import autocast_dtype, mapped_autocast
 from ._batched import batched_layers, run_batched
@@ -264,12 +265,13 @@ class StackedEnsemble(PlainKeys):
             keep_small_blocks()
         direct = eager or torch.jit.is_tracing()  # Which functional_call does not take.
         places = None if self._skeletons or not direct else {**of_parameters, **of_buffers}
+        convs = _small_maps.layers(self.module) if eager and torch.is_grad_enabled() else []
         outputs = []
         for i in range(self.n):
             own = {name: row[i] for name, row in rows.items()}
             before = {name: b[i] for name, b in buffers.items()}
             own.update(before)
-            call = functools.partial(_call, self._caller(i), own, places)
+            call = functools.partial(_call, self._caller(i), own, places, convs=convs)
             a, k = _of_member(i, in_dims, args, kwargs)
             outputs.append(self._inputs.call(("loop", self.training), call, a, k))
             for name, old in before.items():
@@ -437,11 +439,17 @@ def _held(places: _Places) -> dict[str, Tensor]:
 
 
 def _call(
-    module: nn.Module, own: dict[str, Tensor], places: _Places | None, args: Any, kwargs: Any
+    module: nn.Module,
+    own: dict[str, Tensor],
+    places: _Places | None,
+    args: Any,
+    kwargs: Any,
+    convs: Sequence[nn.Conv2d] = (),
 ) -> Any:
     """Call a module with other tensors; what it assigns in their stead is then in ``own``.
 
-    With their places, in eager mode, at less cost than functional_call's.
+    With their places, in eager mode, at less cost than functional_call's, and with the faster way
+    to the gradients of ``convs``.
     """
     if places is None:
         return functional_call(module, own, args, kwargs, tie_weights=False)
@@ -449,8 +457,12 @@ def _call(
     try:
         for name, (held, key) in places.items():
             held[key] = own[name]
+        for conv in convs:
+            vars(conv)["_conv_forward"] = functools.partial(_small_maps.conv2d, conv)
         return module(*args, **kwargs)
     finally:
+        for conv in convs:
+            vars(conv).pop("_conv_forward", None)
         for (name, (held, key)), tensor in zip(places.items(), saved, strict=True):
             own[name] = held.get(key, own[name])
             held[key] = tensor

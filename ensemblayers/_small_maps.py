@@ -1,0 +1,89 @@
+"""Convolutions of small maps, with the gradient of a stacked weight straight in its place.
+
+On a CPU torch's convolution (oneDNN) computes a weight's gradient in blocks, then reorders it, and
+into a stack it is copied. With few places in a batch, that takes as long as the sum over them. Here
+it is one product, ``[out, places] @ [places, in * kh * kw]``, written to its place in the stack.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._gradients import has_place, place_of, writes_gradients
+from ._transforms import is_recorded
+
+FEWER = 4  # How many times fewer places than outputs there have to be.
+
+
+def layers(model: nn.Module) -> list[nn.Conv2d]:
+    """The layers of a model whose ``_conv_forward`` may be :func:`conv2d`."""
+    return [
+        m
+        for m in model.modules()
+        if type(m) is nn.Conv2d
+        and m.groups == 1
+        and m.padding_mode == "zeros"
+        and not isinstance(m.padding, str)
+        and "_conv_forward" not in vars(m)
+    ]
+
+
+def conv2d(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What ``layer`` makes of x ``[B, in, H, W]``, by the faster way to the weight's gradient.
+
+    Measured on one thread for 128 to 512 channels in, 128 to 1024 out, 3 x 3 kernels and 4 to 512
+    places: with a quarter of the channels out or fewer it takes 0.2 to 1.0 of the other way's time,
+    with more up to 1.8.
+    """
+    if not _takes(layer, x, weight, bias):
+        return nn.Conv2d._conv_forward(layer, x, weight, bias)
+    return _Conv2d.apply(x, weight, bias, (layer.stride, layer.padding, layer.dilation))
+
+
+def _takes(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if not (
+        has_place(weight)
+        and x.dim() == 4
+        and x.is_cpu
+        and x.dtype == weight.dtype == torch.float32
+        and weight.is_contiguous()
+        and FEWER * len(x) <= len(weight)
+        and not torch.is_autocast_enabled("cpu")
+        and writes_gradients(x, weight, bias)
+    ):
+        return False
+    places = len(x)
+    for size, kernel, stride, padding, dilation in zip(
+        x.shape[2:], weight.shape[2:], layer.stride, layer.padding, layer.dilation, strict=True
+    ):
+        places *= (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    return 0 < FEWER * places <= len(weight)
+
+
+class _Conv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, options):
+        ctx.save_for_backward(x, weight)
+        ctx.options, ctx.with_bias = options, bias is not None
+        return F.conv2d(x, weight, bias, *options)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_x, _, of_bias, _ = ctx.needs_input_grad
+        stride, padding, dilation = ctx.options
+        product = not is_recorded(grad)
+        wanted = [of_x, not product, of_bias]
+        biases = [len(weight)] if ctx.with_bias else None
+        d_x, d_weight, d_bias = torch.ops.aten.convolution_backward(
+            grad, x, weight, biases, stride, padding, dilation, False, [0, 0], 1, wanted
+        )
+        if product:
+            d_weight = place_of(weight)
+            patches = F.unfold(x, weight.shape[2:], dilation, padding, stride)
+            torch.mm(
+                grad.transpose(0, 1).flatten(1),
+                patches.transpose(1, 2).flatten(0, 1),
+                out=d_weight.view(len(weight), -1),
+            )
+        return d_x, d_weight, d_bias, None
