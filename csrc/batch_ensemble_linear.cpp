@@ -3,8 +3,10 @@
 //
 // With g the gradient of y and h_m = g_m^T x_m [out, in] over the member's rows,
 //   dW = sum_m r_m h_m (by columns),   dr_m = the column sums of W * h_m.
-// The h_m exist only as tiles in registers, and dr needs no gradient of x. Where that is asked for,
-// dr_m are the sums of x_m * (g_m W), and dW = g^T (x * r) is the library's product.
+// The h_m exist only as tiles in registers, and dr needs no gradient of x. If they are to be its own,
+// the other products are product.h's, scaled as they are loaded and stored. Else they are the
+// library's between passes that scale, and where x's gradient is asked for, dr_m are the sums of
+// x_m * (g_m W), and dW = g^T (x * r) is the library's too.
 // Built at first use through libtorch's stable ABI: see ensemblayers/ops/native.py.
 
 #include <torch/csrc/stable/library.h>
@@ -20,39 +22,23 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <optional>
 #include <tuple>
 
+#include "product.h"
+
 namespace {
 
+using namespace ensemblayers;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A tile of h is kRows x kVectors vectors: what the registers hold.
-#ifdef __AVX512F__
-constexpr int kBytes = 64, kRows = 12;
-#else
-constexpr int kBytes = 32, kRows = 6;
-#endif
-constexpr int kVectors = 2, kLine = 64;  // Bytes of the cache's lines.
 constexpr int64_t kBlock = 1024;  // Rows of g and x at once.
 constexpr int64_t kCache = 512 * 1024, kGroup = 32;  // Bytes, panels.
 constexpr int64_t kPacked = 8;  // Rows side by side that the first-level cache holds.
 constexpr int64_t kStreamed = 512 * 1024;  // Bytes of a gradient that no near cache holds.
 constexpr int64_t kRowsAtOnce = 1024;  // A thread's: with fewer a product is slower.
 constexpr int64_t kGrain = 16 * 1024;  // Elements that are worth a thread.
-
-template <class V>
-struct Simd {
-  static constexpr int kLanes = kBytes / sizeof(V);
-  static constexpr int kColumns = kVectors * kLanes;  // Of a tile.
-  typedef V Vector __attribute__((vector_size(kBytes), aligned(sizeof(V)), may_alias));
-
-  static Vector& at(V* p, int v) { return reinterpret_cast<Vector*>(p)[v]; }
-  static const Vector& at(const V* p, int v) { return reinterpret_cast<const Vector*>(p)[v]; }
-};
 
 template <class V>
 const V* data(const Tensor& t) {
@@ -62,28 +48,6 @@ const V* data(const Tensor& t) {
 template <class V>
 V* mutable_data(const Tensor& t) {
   return static_cast<V*>(t.mutable_data_ptr());
-}
-
-struct Delete {
-  void operator()(void* p) const { ::operator delete[](p, std::align_val_t{kLine}); }
-};
-
-// Memory that begins with a line of the cache: a vector never lies in two.
-template <class V>
-std::unique_ptr<V[], Delete> uninitialized(int64_t count) {
-  void* memory = ::operator new[](count * sizeof(V), std::align_val_t{kLine});
-  return std::unique_ptr<V[], Delete>(static_cast<V*>(memory));
-}
-
-// The first `count` values of a row, zero beyond them.
-template <class V, int64_t kCount>
-void load(V* to, const V* from, int64_t count) {
-  if (count >= kCount) {  // A number that the compiler knows is faster.
-    std::memcpy(to, from, kCount * sizeof(V));
-  } else {
-    std::memcpy(to, from, count * sizeof(V));
-    std::fill(to + count, to + kCount, V(0));
-  }
 }
 
 // A tile's row, to memory and past the caches, which would read there first what is overwritten.
@@ -329,6 +293,64 @@ void scales_impl(const V* grad, const V* y, const V* s, V* d_y, V* d_s, V* d_bia
   });
 }
 
+// A panel's row: to = from * scale + shift; `shift` may be nothing.
+template <class V>
+void scale_part(const V* from, const V* scale, const V* shift, V* to, int64_t count) {
+  using S = Simd<V>;
+  if (count >= S::kColumns) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const typename S::Vector y = S::at(from, v) * S::at(scale, v);
+      S::at(to, v) = shift ? y + S::at(shift, v) : y;
+    }
+    return;
+  }
+  for (int64_t k = 0; k < count; ++k) to[k] = from[k] * scale[k] + (shift ? shift[k] : V(0));
+}
+
+// y = (x * r) W^T, unless it may be nothing, and y * s + bias.
+template <class V>
+void forward_impl(const V* x, const V* w, const V* r, const V* s, const V* bias, V* y, V* shifted,
+                  int64_t rows, int64_t n, int64_t in, int64_t out) {
+  constexpr int64_t kColumns = Simd<V>::kColumns;
+  const int64_t each = rows / n;
+  const auto load_x = [&](int64_t j, int64_t first, int64_t count, V* __restrict to) {
+    const V* from = x + j * in + first;
+    const V* scale = r + j / each * in + first;
+    for (int64_t k = 0; k < count; ++k) to[k] = from[k] * scale[k];
+  };
+  const auto pack_w = [&](int64_t c, V* to) {
+    transposed_panel(w + c * in, to, std::min(kColumns, out - c), in);
+  };
+  const auto store_y = [&](int64_t j, int64_t c, const V* h) {
+    const int64_t own = j / each * out + c, count = std::min(kColumns, out - c);
+    if (y) std::memcpy(y + j * out + c, h, count * sizeof(V));
+    scale_part(h, s + own, bias ? bias + own : nullptr, shifted + j * out + c, count);
+  };
+  product<V>(rows, in, out, load_x, pack_w, store_y);
+}
+
+// d_x = (d_y W) * r
+template <class V>
+void inputs_impl(const V* d_y, const V* w, const V* r, V* d_x, int64_t rows, int64_t n, int64_t in,
+                 int64_t out) {
+  constexpr int64_t kColumns = Simd<V>::kColumns;
+  const int64_t each = rows / n;
+  const auto load_y = [&](int64_t j, int64_t first, int64_t count, V* to) {
+    std::memcpy(to, d_y + j * out + first, count * sizeof(V));
+  };
+  const auto pack_w = [&](int64_t c, V* to) {
+    for (int64_t k = 0; k < out; ++k) {
+      load<V, kColumns>(to + k * kColumns, w + k * in + c, in - c);
+    }
+  };
+  const auto store_x = [&](int64_t j, int64_t c, const V* h) {
+    const V *scale = r + j / each * in + c, *none = nullptr;
+    scale_part(h, scale, none, d_x + j * in + c, std::min(kColumns, in - c));
+  };
+  product<V>(rows, out, in, load_y, pack_w, store_x);
+}
+
 // Calls f with a value of the tensors' type.
 template <class F>
 void dispatch(const Tensor& like, const F& f) {
@@ -361,25 +383,34 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
 }
 
 std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor r, Tensor s,
-                                   std::optional<Tensor> bias) {
+                                   std::optional<Tensor> bias, bool own, bool keep_y) {
   const Tensor xs = dense(x), rs = dense(r);
   const Tensor ss = dense(s);
   std::optional<Tensor> bs;
   if (bias) bs = dense(*bias);
   const int64_t rows = xs.size(0), in = xs.size(1), n = rs.size(0), out = weight.size(0);
-  // So many rows at a time that what is scaled stays in the cache.
-  const int64_t most = kRowsAtOnce * std::max<int64_t>(1, torch::stable::get_num_threads());
-  Tensor scaled = empty(xs, std::min(rows, most), in), y = empty(xs, rows, out);
-  const Tensor shifted = empty(xs, rows, out), transposed = torch::stable::transpose(weight, 0, 1);
+  Tensor y = empty(xs, own && !keep_y ? 0 : rows, out);
+  const Tensor shifted = empty(xs, rows, out);
   dispatch(xs, [&](auto v) {
     using V = decltype(v);
+    const V *from = data<V>(xs), *scale = data<V>(ss), *shift = bs ? data<V>(*bs) : nullptr;
+    V* to = mutable_data<V>(shifted);
+    if (own) {
+      V* kept = keep_y ? mutable_data<V>(y) : nullptr;
+      return forward_impl<V>(from, data<V>(weight), data<V>(rs), scale, shift, kept, to, rows, n, in,
+                             out);
+    }
+    // So many rows at a time that what is scaled stays in the cache.
+    const int64_t most = kRowsAtOnce * std::max<int64_t>(1, torch::stable::get_num_threads());
+    Tensor scaled = empty(xs, std::min(rows, most), in);
+    const Tensor transposed = torch::stable::transpose(weight, 0, 1);
     for (int64_t first = 0; first < rows; first += most) {
       const int64_t last = std::min(rows, first + most), count = last - first;
-      scale_rows<V>(data<V>(xs) + first * in, data<V>(rs), nullptr, mutable_data<V>(scaled), first,
-                    last, rows / n, in);
+      scale_rows<V>(from + first * in, data<V>(rs), nullptr, mutable_data<V>(scaled), first, last,
+                    rows / n, in);
       multiply(part(y, first, count), part(scaled, 0, count), transposed);
-      scale_rows<V>(data<V>(y) + first * out, data<V>(ss), bs ? data<V>(*bs) : nullptr,
-                    mutable_data<V>(shifted) + first * out, first, last, rows / n, out);
+      scale_rows<V>(data<V>(y) + first * out, scale, shift, to + first * out, first, last, rows / n,
+                    out);
     }
   });
   return {shifted, y};
@@ -387,7 +418,8 @@ std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor r, Tensor s,
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad, Tensor x, Tensor weight, Tensor r,
                                                     Tensor s, Tensor y,
-                                                    std::optional<Tensor> d_weight, bool of_scaled) {
+                                                    std::optional<Tensor> d_weight, bool of_scaled,
+                                                    bool own) {
   const Tensor g = dense(grad), xs = dense(x);
   const Tensor rs = dense(r), ss = dense(s);
   const int64_t rows = xs.size(0), in = xs.size(1), n = rs.size(0), out = weight.size(0);
@@ -398,15 +430,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad, Tensor x, Tenso
     using V = decltype(v);
     scales_impl<V>(data<V>(g), data<V>(y), data<V>(ss), mutable_data<V>(d_y),
                    mutable_data<V>(d_s), mutable_data<V>(d_bias), nullptr, rows, n, out);
-    if (!of_scaled) {
-      if (d_weight) weights_impl<V>(d_y, xs, weight, rs, *d_weight, d_r);
-      return;
+    if (d_weight && (own || !of_scaled)) weights_impl<V>(d_y, xs, weight, rs, *d_weight, d_r);
+    if (!of_scaled) return;
+    if (d_weight && own) {
+      return inputs_impl<V>(data<V>(d_y), data<V>(weight), data<V>(rs), mutable_data<V>(d_x), rows,
+                            n, in, out);
     }
     // The gradient of x * r is at hand, and r's with it: the library's products are faster.
     multiply(d_x, d_y, weight);
     Tensor scaled = empty(xs, d_weight ? rows : 0, in);
-    V* own = mutable_data<V>(d_x);
-    scales_impl<V>(own, data<V>(xs), data<V>(rs), own, mutable_data<V>(d_r), nullptr,
+    V* from = mutable_data<V>(d_x);
+    scales_impl<V>(from, data<V>(xs), data<V>(rs), from, mutable_data<V>(d_r), nullptr,
                    d_weight ? mutable_data<V>(scaled) : nullptr, rows, n, in);
     if (d_weight) multiply(*d_weight, torch::stable::transpose(d_y, 0, 1), scaled);
   });
@@ -417,11 +451,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad, Tensor x, Tenso
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ensemblayers, m) {
   m.def(
-      "batch_ensemble_forward(Tensor x, Tensor weight, Tensor r, Tensor s, Tensor? bias) "
-      "-> (Tensor, Tensor)");
+      "batch_ensemble_forward(Tensor x, Tensor weight, Tensor r, Tensor s, Tensor? bias, bool own, "
+      "bool keep_y) -> (Tensor, Tensor)");
   m.def(
       "batch_ensemble_backward(Tensor grad, Tensor x, Tensor weight, Tensor r, Tensor s, Tensor y, "
-      "Tensor(a!)? d_weight, bool of_scaled) -> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor(a!)? d_weight, bool of_scaled, bool own) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ensemblayers, CPU, m) {

@@ -81,11 +81,14 @@ def is_eager(*tensors: Tensor | None) -> bool:
     return all(t is None or type(t) in _PLAIN for t in tensors)
 
 
+def records(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what becomes of these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def writes_gradients(*tensors: Tensor | None) -> bool:
     """Whether gradients are recorded that may be written straight into memory."""
-    if not torch.is_grad_enabled() or not is_eager(*tensors):
-        return False
-    return any(t is not None and t.requires_grad for t in tensors)
+    return records(*tensors) and is_eager(*tensors)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -35,14 +35,17 @@ def test_compiled_training_has_the_gradients_of_eager_training():
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_export_with_any_number_of_rows(training):
+def test_export_with_any_number_of_rows(training, recorded):
     model = el.to_batch_ensemble(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), n=2)
     model.train(training)
     rows = 2 * torch.export.Dim("half", min=2, max=512) if training else torch.export.Dim.DYNAMIC
-    exported = torch.export.export(model, (torch.randn(8, 6),), dynamic_shapes=(({0: rows},),))
-    x = torch.randn(20, 6)
-    torch.testing.assert_close(exported.module()(x), model(x))
+    with torch.set_grad_enabled(recorded):
+        exported = torch.export.export(model, (torch.randn(8, 6),), dynamic_shapes=(({0: rows},),))
+        for count in (20, 400):
+            x = torch.randn(count, 6)
+            torch.testing.assert_close(exported.module()(x), model(x))
 
 
 class WithMembers(nn.Module):

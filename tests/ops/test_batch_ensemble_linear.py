@@ -52,9 +52,12 @@ def assert_same(args, grad=None, tolerance=None):
     want = [z, *torch.autograd.grad(z, [exact[k] for k in needed], g.double())]
     for k, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.dtype == args[0].dtype and a.shape == b.shape
-        scale = b.detach().norm() + 1e-30
-        error = (a.detach().double() - b.detach()).norm() / scale
-        assert error < (tolerance or (1e-12 if a.dtype == torch.float64 else 2e-6)), (k, error)
+        assert_near(a.detach(), b.detach(), k, tolerance)
+
+
+def assert_near(a, b, what=None, tolerance=None):
+    error = (a.double() - b).norm() / (b.norm() + 1e-30)
+    assert error < (tolerance or (1e-12 if a.dtype == torch.float64 else 2e-6)), (what, error)
 
 
 @pytest.mark.parametrize(("inner", "outer"), list(zip(SIZES, SIZES[::-1], strict=True)))
@@ -75,6 +78,42 @@ def test_several_blocks_of_rows_and_groups_of_panels(backend, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 127, 40, 30), (1, 128, 40, 30), (4, 33, 770, 65), (3, 50, 30, 517), (2, 64, 17, 1)],
+)
+def test_products_with_few_rows_and_with_many(backend, shape, dtype):
+    """From 128 on they are the package's own; of sums in several parts, of parts of tiles."""
+    for bias in (True, False):
+        args = inputs(*shape, dtype=dtype, bias=bias)
+        assert_same(args)
+        assert_same(of_a_first_layer(args))
+        with torch.inference_mode():
+            exact = [None if t is None else t.double() for t in args]
+            assert_near(op.linear(*args), reference(*exact))
+    args[1] = args[1].detach()
+    assert_same(args)
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+@pytest.mark.parametrize("rows,own", [(127, False), (128, True)])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_which_products_are_taken(rows, own, recorded, monkeypatch):
+    calls, run = [], op._forward
+    monkeypatch.setattr(op, "_forward", lambda *args: calls.append(args[-2:]) or run(*args))
+    with torch.set_grad_enabled(recorded):
+        y = op.linear(*inputs(1, rows, 6, 5))
+        op.linear(*inputs(1, rows, 1200, 1000, dtype=torch.float32))
+    assert calls == ([(own, True), (False, True)] if recorded else [(True, False)] * own)
+    assert y.requires_grad == recorded
+
+
+@pytest.mark.parametrize("rows", [120, 1200])
+def test_products_with_a_weight_that_no_cache_holds(backend, rows):
+    assert_same(inputs(2, rows // 2, 1030, 1100, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(2, 5, 528, 301), (1, 1030, 512, 300), (2, 4, 530, 300)])
 def test_gradients_that_no_cache_holds(backend, shape, dtype):
     """Of whole and partial tiles, and of rows that begin anywhere in a line of the cache."""
@@ -88,7 +127,7 @@ def test_a_gradient_at_any_address():
     memory, found = torch.zeros(weight.numel() + 16), []
     for start in (0, 1):
         out = memory[start : start + weight.numel()].view_as(weight)
-        torch.ops.ensemblayers.batch_ensemble_backward(grad, x, weight, r, s, y, out, False)
+        torch.ops.ensemblayers.batch_ensemble_backward(grad, x, weight, r, s, y, out, False, False)
         found.append(out.clone())
     assert torch.equal(*found) and found[0].all() and not memory[-15:].any()
 
