@@ -14,10 +14,6 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
-
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -48,33 +44,6 @@ const V* data(const Tensor& t) {
 template <class V>
 V* mutable_data(const Tensor& t) {
   return static_cast<V*>(t.mutable_data_ptr());
-}
-
-// A tile's row, to memory and past the caches, which would read there first what is overwritten.
-// `to` begins with a line.
-template <class V>
-void stream(V* to, const V* from) {
-#if defined(__AVX512F__)
-  for (int v = 0; v < kVectors; ++v) {
-    const auto lane = v * Simd<V>::kLanes;
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + lane), _mm512_load_si512(from + lane));
-  }
-#elif defined(__AVX__)
-  for (int v = 0; v < kVectors; ++v) {
-    const auto lane = v * Simd<V>::kLanes;
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + lane),
-                        _mm256_load_si256(reinterpret_cast<const __m256i*>(from + lane)));
-  }
-#else
-  std::memcpy(to, from, Simd<V>::kColumns * sizeof(V));
-#endif
-}
-
-// Other threads read what was streamed.
-void end_of_stream() {
-#ifdef __AVX__
-  _mm_sfence();
-#endif
 }
 
 // What rows [begin, end) of all add to a tile of dW and, times the tile of W, to dr. They are in

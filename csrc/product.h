@@ -6,6 +6,10 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -22,6 +26,7 @@ constexpr int kBytes = 64, kRows = 12;
 constexpr int kBytes = 32, kRows = 6;
 #endif
 constexpr int kVectors = 2, kLine = 64;  // Bytes of the cache's lines.
+constexpr int64_t kKept = 4 << 20;  // Bytes.
 constexpr int64_t kDepth = 256;  // Terms of a sum at once; the sums of so many are added up.
 
 template <class V>
@@ -45,9 +50,36 @@ std::unique_ptr<V[], Delete> uninitialized(int64_t count) {
   return std::unique_ptr<V[], Delete>(static_cast<V*>(memory));
 }
 
+// A tile's row, to memory and past the caches, which would read there first what is overwritten.
+// Both begin with a line.
+template <class V>
+void stream(V* to, const V* from) {
+#if defined(__AVX512F__)
+  for (int v = 0; v < kVectors; ++v) {
+    const auto lane = v * Simd<V>::kLanes;
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + lane), _mm512_load_si512(from + lane));
+  }
+#elif defined(__AVX__)
+  for (int v = 0; v < kVectors; ++v) {
+    const auto lane = v * Simd<V>::kLanes;
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + lane),
+                        _mm256_load_si256(reinterpret_cast<const __m256i*>(from + lane)));
+  }
+#else
+  std::memcpy(to, from, Simd<V>::kColumns * sizeof(V));
+#endif
+}
+
+// Other threads read what was streamed.
+inline void end_of_stream() {
+#ifdef __AVX__
+  _mm_sfence();
+#endif
+}
+
 // Memory that a thread keeps from call to call: the system would give it page by page, zeroed.
 template <class V>
-V* workspace(int64_t count) {
+V* kept(int64_t count) {
   thread_local std::unique_ptr<V[], Delete> memory;
   thread_local int64_t size = 0;
   if (size < count) {
@@ -149,8 +181,8 @@ void add_tile(const V* a, const V* b, int64_t depth,
 
 // a b, of which load(j, first, count, to) writes `count` values of a's row j, from its column
 // `first` on, and pack(c, to) columns c to c + kColumns of b as a panel [depth, kColumns].
-// store(j, c, h) takes as many values of the product's row j. All of b is packed at once: it
-// should fit into a cache.
+// store(j, c, h) takes as many values of the product's row j. All of b is packed at once:
+// it should fit into a cache, of all cores at least.
 template <class V, class Load, class Pack, class Store>
 void product(int64_t rows, int64_t depth, int64_t columns, const Load& load, const Pack& pack,
              const Store& store) {
@@ -161,7 +193,10 @@ void product(int64_t rows, int64_t depth, int64_t columns, const Load& load, con
   const int64_t panels = (columns + kColumns - 1) / kColumns;
   const auto part = [&](int64_t d) { return std::min(kDepth, depth - d * kDepth); };
 
-  V* packed = workspace<V>(panels * depth * kColumns);
+  const int64_t count = panels * depth * kColumns;
+  const bool keep = count * static_cast<int64_t>(sizeof(V)) <= kKept;
+  const auto own = uninitialized<V>(keep ? 0 : count);
+  V* packed = keep ? kept<V>(count) : own.get();
   torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) pack(p * kColumns, &packed[p * depth * kColumns]);
   });
@@ -176,7 +211,7 @@ void product(int64_t rows, int64_t depth, int64_t columns, const Load& load, con
         }
       }
       for (int64_t p = 0; p < panels; ++p) {
-        typename Simd<V>::Vector sums[kRows][kVectors] = {};
+        alignas(kLine) typename Simd<V>::Vector sums[kRows][kVectors] = {};
         for (int64_t d = 0; d < parts; ++d) {
           add_tile<V, kStride>(&a[d * kPart], &packed[(p * depth + d * kDepth) * kColumns],
                                part(d), sums);
@@ -186,6 +221,7 @@ void product(int64_t rows, int64_t depth, int64_t columns, const Load& load, con
         }
       }
     }
+    end_of_stream();
   });
 }
 

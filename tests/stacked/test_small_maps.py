@@ -8,8 +8,11 @@ from torch import nn
 
 import ensemblayers as el
 from ensemblayers import _gradients, _small_maps
+from ensemblayers.ops import native
 
 N, BOUND = 3, 2e-6
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 
 
 @pytest.fixture
@@ -23,6 +26,11 @@ def given(monkeypatch):
 
     monkeypatch.setattr(_small_maps, "place_of", note)
     return weights
+
+
+@pytest.fixture
+def ensemble():
+    return el.to_stacked(nn.Sequential(nn.Conv2d(128, 256, 3, padding=1), nn.Tanh()), n=N)
 
 
 def rms_error(found, expected):
@@ -69,13 +77,38 @@ def test_output_and_gradients(given, options, of_x):
     assert given == [net.weight.shape] * N
 
 
-@pytest.mark.parametrize("batch,rows", [(16, N), (17, 0), (0, 0)])
-def test_from_a_quarter_of_the_outputs_on_it_is_torchs(given, batch, rows):
+@pytest.mark.parametrize("batch,inner,outer", [(1, 101, 300), (29, 101, 301), (33, 96, 299)])
+def test_any_numbers_of_channels_and_of_places(given, batch, inner, outer):
+    ensemble = el.to_stacked(nn.Conv2d(inner, outer, 3, padding=1), n=N)
+    assert_members(ensemble, torch.randn(N, batch, inner, 3, 3, requires_grad=True))
+    assert len(given) == N
+
+
+def test_strided_inputs_and_incoming_gradients(given, ensemble):
+    x = torch.randn(N, 4, 128, 2, 2, requires_grad=True)
+    flipped = el.StackedEnsemble([Flipped(ensemble.member(i)) for i in range(N)])
+    assert_members(flipped, x)
+    assert len(given) == N
+
+
+@pytest.mark.parametrize("batch,rows", [(64, N), (65, 0), (0, 0)])
+def test_with_more_places_than_outputs_it_is_torchs(given, batch, rows):
     net = nn.Conv2d(128, 256, 3, padding=1)
     x = torch.randn(batch, 128, 2, 2, requires_grad=True)
     ensemble = el.to_stacked(net, n=N)
     ensemble(x, shared=True).sum().backward()
     assert len(given) == rows and x.grad.shape == x.shape
+
+
+class Flipped(nn.Module):
+    """Passes views on, in memory of another order."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x.mT).mT.contiguous().mT.sum(1)
 
 
 class Scaled(nn.Conv2d):
@@ -121,6 +154,12 @@ def test_what_it_does_not_take(given, build):
     assert not given
 
 
+def test_without_a_compiler_it_is_torchs(given, ensemble, monkeypatch):
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert_members(ensemble, torch.randn(N, 4, 128, 2, 2))
+    assert not given
+
+
 def test_autocast_and_an_example_alone_are_torchs(given):
     net = nn.Conv2d(128, 256, 3, padding=1)
     ensemble = el.to_stacked(net, n=N)
@@ -152,11 +191,6 @@ def test_a_weight_used_several_times(given, with_norm):
     for _ in range(2):  # The second time with memory that is kept.
         assert_members(ensemble, torch.randn(N, 4, 256, 2, 2, requires_grad=True))
     assert len(given) == 2 * 2 * N
-
-
-@pytest.fixture
-def ensemble():
-    return el.to_stacked(nn.Sequential(nn.Conv2d(128, 256, 3, padding=1), nn.Tanh()), n=N)
 
 
 def second_derivatives(y, inputs, g):
