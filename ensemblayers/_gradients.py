@@ -8,16 +8,20 @@ networks are spared, as the C library keeps blocks below 32 MB; n stacked ones a
 import functools
 import sys
 import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._transforms import has_tangents, is_recorded, transformed
 
 _FIRST = 2**63 - 1
 LARGE = 1 << 20  # Bytes from which on reuse pays.
-_kept = WeakTensorKeyDictionary()
+# By the leaf's id: a dictionary with weak keys is slow, in a step in which nothing is in the cache.
+_kept: dict[int, tuple[Callable, Any]] = {}
+_NOTHING = (lambda: None), None
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -26,19 +30,20 @@ def gradient_memory(leaf: Tensor) -> Tensor:
 
     Its memory is that of the last such tensor, unless a tensor still uses that.
     """
-    size = leaf.numel() * leaf.element_size()
-    if size < LARGE or leaf.device.type != "cpu" or not leaf.is_leaf or _use_count is None:
+    size, key = leaf.nbytes, id(leaf)
+    if size < LARGE or not leaf.is_cpu or not leaf.is_leaf or _use_count is None:
         return torch.empty_like(leaf)
     # Taken out while it is looked at: another thread's backward pass finds nothing here.
-    storage = _kept.pop(leaf, None)
-    if storage is None or storage.nbytes() != size or _is_used(storage):
+    reference, storage = _kept.pop(key, _NOTHING)
+    if reference() is not leaf or storage.nbytes() != size or _is_used(storage):
         keep_small_blocks()
         fresh = torch.empty_like(leaf)
         if fresh.stride() != leaf.stride():  # Not dense: there is no layout to keep.
             return fresh
+        reference = weakref.ref(leaf, lambda _: _kept.pop(key, None))
         storage = fresh.untyped_storage()
     out = torch.empty(0, dtype=leaf.dtype).set_(storage, 0, leaf.shape, leaf.stride())
-    _kept[leaf] = storage
+    _kept[key] = reference, storage
     return out
 
 

@@ -246,14 +246,15 @@ def stacked_linear(
     tensor([[3., 3.],
             [0., 0.]])
     """
-    lead = x.shape[:-1] if shared else x.shape[1:-1]
-    rows = x.reshape(*(() if shared else x.shape[:1]), math.prod(lead), x.shape[-1])
+    if x.dim() != (2 if shared else 3):
+        lead = x.shape[:-1] if shared else x.shape[1:-1]
+        rows = x.reshape(*(() if shared else x.shape[:1]), math.prod(lead), x.shape[-1])
+        y = stacked_linear(rows, weight, bias, shared=shared)
+        return y.reshape(y.shape[0], *lead, y.shape[-1])
     autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     if writes_gradients(x, weight, bias) and not autocast:
-        y = _StackedLinear.apply(rows, weight, bias)
-    else:
-        y = _stacked_product(rows, weight, bias)
-    return y if len(lead) == 1 else y.reshape(y.shape[0], *lead, y.shape[-1])
+        return _StackedLinear.apply(x, weight, bias)
+    return _stacked_product(x, weight, bias)
 
 
 def _stacked_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -280,15 +281,14 @@ class _StackedLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        d_weight = None
-        if needs[1]:
-            out = None if is_recorded(grad) else gradient_memory(weight)
-            d_weight = torch.bmm(grad.mT, _each(x, weight), out=out)
-        d_x = None
+        d_x = d_weight = None
         if needs[0] and x.dim() == 3:
             d_x = torch.bmm(grad, weight)
         elif needs[0]:  # One product sums over the members.
             d_x = grad.transpose(0, 1).flatten(1) @ weight.flatten(0, 1)
+        if needs[1]:
+            out = None if is_recorded(grad) else gradient_memory(weight)
+            d_weight = torch.bmm(grad.mT, _each(x, weight), out=out)
         return d_x, d_weight, grad.sum(1) if needs[2] else None
 
 

@@ -245,7 +245,7 @@ class StackedEnsemble(PlainKeys):
     def _batched(self, args: Any, kwargs: Any, shared: bool) -> Tensor | None:
         if self.strategy != "auto" or self._skeletons or len(args) != 1 or kwargs:
             return None
-        if not isinstance(args[0], Tensor) or args[0].device.type != "cpu":
+        if not isinstance(args[0], Tensor) or not args[0].is_cpu:
             return None
         self._in_dim(args[0], shared)
         layers = batched_layers(self.module, args[0])
