@@ -3,8 +3,8 @@
 //
 // With g the gradient of y and h_m = g_m^T x_m [out, in] over the member's rows,
 //   dW = sum_m r_m h_m (by columns),   dr_m = the column sums of W * h_m.
-// The h_m exist only as tiles in registers, and dr needs no gradient of x. If they are to be its own,
-// the other products are product.h's, scaled as they are loaded and stored. Else they are the
+// The h_m exist only as tiles in registers, and dr needs no gradient of x. If they are to be its
+// own, the other products are product.h's, scaled as they are loaded and stored. Else they are the
 // library's between passes that scale, and where x's gradient is asked for, dr_m are the sums of
 // x_m * (g_m W), and dW = g^T (x * r) is the library's too.
 // Built at first use through libtorch's stable ABI: see ensemblayers/ops/native.py.
@@ -124,8 +124,8 @@ void weights_impl(const Tensor& grad, const Tensor& x, const Tensor& weight, con
   const int64_t panels = (in + kColumns - 1) / kColumns;
   const int64_t fit = kCache / (block * kColumns * static_cast<int64_t>(sizeof(V)));
   const int64_t group = std::clamp<int64_t>(fit, 1, kGroup);
-  const bool streamed = out * in * static_cast<int64_t>(sizeof(V)) >= kStreamed &&
-                        in * sizeof(V) % kLine == 0 && reinterpret_cast<uintptr_t>(dw) % kLine == 0;
+  const bool streamed =
+      out * in * static_cast<int64_t>(sizeof(V)) >= kStreamed && streams(dw, in);
   torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     const auto x_panels = uninitialized<V>(group * block * kColumns);
     const auto r_panels = uninitialized<V>(group * n * kColumns);
@@ -366,8 +366,8 @@ std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor r, Tensor s,
     V* to = mutable_data<V>(shifted);
     if (own) {
       V* kept = keep_y ? mutable_data<V>(y) : nullptr;
-      return forward_impl<V>(from, data<V>(weight), data<V>(rs), scale, shift, kept, to, rows, n, in,
-                             out);
+      return forward_impl<V>(from, data<V>(weight), data<V>(rs), scale, shift, kept, to, rows, n,
+                             in, out);
     }
     // So many rows at a time that what is scaled stays in the cache.
     const int64_t most = kRowsAtOnce * std::max<int64_t>(1, torch::stable::get_num_threads());
@@ -392,6 +392,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad, Tensor x, Tenso
   const Tensor g = dense(grad), xs = dense(x);
   const Tensor rs = dense(r), ss = dense(s);
   const int64_t rows = xs.size(0), in = xs.size(1), n = rs.size(0), out = weight.size(0);
+  const auto is = [&](const Tensor& t, int64_t height, int64_t width) {
+    return t.scalar_type() == g.scalar_type() && t.dim() == 2 && t.size(0) == height &&
+           t.size(1) == width;
+  };
+  STD_TORCH_CHECK(is(g, rows, out) && is(xs, rows, in) && is(rs, n, in) && is(ss, n, out) &&
+                      is(y, rows, out) && is(weight, out, in) && weight.is_contiguous() &&
+                      (!d_weight || (is(*d_weight, out, in) && d_weight->is_contiguous())),
+                  "x, weight, r or s got another dtype, shape or order since the forward pass");
   const Tensor d_y = empty(g, rows, out), d_s = empty(g, n, out), d_bias = empty(g, n, out);
   const Tensor d_r = empty(g, d_weight || of_scaled ? n : 0, in);
   Tensor d_x = empty(g, of_scaled ? rows : 0, in);

@@ -1,10 +1,11 @@
-// The gradient of a convolution's weights on a CPU, in one product: y's gradient [out, places] times
-// x's patches [places, in * kh * kw], which exist as panels only. float32, dense.
+// The gradient of a convolution's weights on a CPU, in one product: y's gradient [out, places]
+// times x's patches [places, in * kh * kw], which exist as panels only. float32, dense.
 // Built at first use through libtorch's stable ABI: see ensemblayers/ops/native.py.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -16,10 +17,11 @@
 namespace {
 
 using namespace ensemblayers;
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Where an image has the value of each element of the kernel at each place, [kh * kw, oh * ow]; -1 in
-// the padding.
+// Where an image has the value of each element of the kernel at each place, [kh * kw, oh * ow]; -1
+// in the padding.
 std::vector<int64_t> sources(const Tensor& x, const Tensor& grad, const Tensor& d_weight,
                              const std::vector<int64_t>& stride,
                              const std::vector<int64_t>& padding,
@@ -44,6 +46,13 @@ void gradient(Tensor grad, Tensor x, Tensor d_weight, std::vector<int64_t> strid
               std::vector<int64_t> padding, std::vector<int64_t> dilation) {
   using V = float;
   constexpr int64_t kColumns = Simd<V>::kColumns;
+  for (const Tensor& t : {grad, x, d_weight}) {
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.dim() == 4,
+                    "expected dense float32 tensors of four dimensions");
+  }
+  STD_TORCH_CHECK(grad.size(0) == x.size(0) && grad.size(1) == d_weight.size(0) &&
+                      x.size(1) == d_weight.size(1),
+                  "expected grad [B, out, oh, ow], x [B, in, h, w], d_weight [out, in, kh, kw]");
   const int64_t examples = x.size(0), in = x.size(1), out = grad.size(1);
   const int64_t pixels = x.size(2) * x.size(3), places = grad.size(2) * grad.size(3);
   const int64_t kernel = d_weight.size(2) * d_weight.size(3), columns = in * kernel;
@@ -72,7 +81,7 @@ void gradient(Tensor grad, Tensor x, Tensor d_weight, std::vector<int64_t> strid
       }
     }
   };
-  const bool streamed = columns * sizeof(V) % kLine == 0 && reinterpret_cast<uintptr_t>(dw) % kLine == 0;
+  const bool streamed = streams(dw, columns);
   const auto store_w = [&](int64_t j, int64_t c, const V* h) {
     V* to = dw + j * columns + c;
     if (streamed && columns - c >= kColumns) {

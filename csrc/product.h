@@ -70,6 +70,12 @@ void stream(V* to, const V* from) {
 #endif
 }
 
+// Whether all rows of a matrix begin with a line.
+template <class V>
+bool streams(const V* matrix, int64_t columns) {
+  return columns * sizeof(V) % kLine == 0 && reinterpret_cast<uintptr_t>(matrix) % kLine == 0;
+}
+
 // Other threads read what was streamed.
 inline void end_of_stream() {
 #ifdef __AVX__

@@ -7,7 +7,6 @@ networks are spared, as the C library keeps blocks below 32 MB; n stacked ones a
 
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -127,44 +126,58 @@ def has_place(row: Tensor) -> bool:
 
 
 def place_of(row: Tensor) -> Tensor:
-    """Uninitialised memory for the gradient of a row that has a place, where it is not copied.
+    """Uninitialised memory ``[*row.shape]`` for the gradient of a row that has a place, if possible
+    there: what is there is not copied.
 
     To be asked for in the backward pass. A row that is used more than once has further gradients,
     which are in memory of their own.
     """
-    stack, i = row.grad_fn.stack, row.grad_fn.i
-    if i in stack.given:
-        return torch.empty_like(row)
-    own = stack.row(i)
-    stack.given.add(i)
+    own = row.grad_fn.stack.give(row.grad_fn.i)
+    # The leaf may have got other data since.
+    if own is None or own.dtype != row.dtype or own.shape != row.shape or not own.is_contiguous():
+        return torch.empty_like(row, memory_format=torch.contiguous_format)
     return own
 
 
-class _Stack(threading.local):
-    """The memory of a stacked gradient in the backward pass, from its first row to its last.
+class _Stack:
+    """The memory of a stacked gradient in each backward pass, from its first row to its last.
 
-    Two threads may go through one graph at once.
+    Several may go through one graph at once: those of two threads, or one in a hook of the other.
     """
 
     def __init__(self, leaf: Tensor) -> None:
         self.leaf = leaf
-        self.out: Tensor | None = None
-        self.given: set[int] = set()  # The rows that someone writes.
+        # Of each pass the memory, and the rows of it that were given away.
+        self._passes: dict[int, tuple[Tensor, set[int]]] = {}
 
-    def row(self, i: int) -> Tensor:
-        if self.out is None:
-            self.out = gradient_memory(self.leaf)
-        return self.out[i]
+    def _pass(self) -> tuple[Tensor, set[int]]:
+        number = torch._C._current_graph_task_id()
+        found = self._passes.get(number)
+        if found is None:
+            found = self._passes[number] = gradient_memory(self.leaf), set()
+        return found
+
+    def give(self, i: int) -> Tensor | None:
+        """A row that someone is to write, once in a pass."""
+        out, given = self._pass()
+        if i in given:
+            return None
+        given.add(i)
+        return out[i]
+
+    def put(self, i: int, grad: Tensor | None) -> Tensor:
+        """A row's gradient, brought to its place if it is not there."""
+        out, given = self._pass()
+        own = out[i]
+        if grad is None:
+            return own.zero_()
+        if grad.is_set_to(own):
+            return own
+        # A hook may have made it of what was written there.
+        return own.copy_(grad.clone() if i in given else grad)
 
     def take(self) -> Tensor:
-        out, self.out = self.out, None
-        self.given.clear()
-        return out
-
-    def put(self, i: int, grad: Tensor) -> Tensor:
-        """A row's gradient, brought to its place if it is not there."""
-        own = self.row(i)
-        return own if grad.data_ptr() == own.data_ptr() else own.copy_(grad)
+        return self._passes.pop(torch._C._current_graph_task_id())[0]
 
 
 class _Row(torch.autograd.Function):
@@ -197,8 +210,5 @@ class _Unbind(torch.autograd.Function):
             zero = torch.zeros_like(given[0])  # Of their layout.
             return torch.stack([zero if g is None else g for g in grads]), None
         for i, g in enumerate(grads):
-            if g is None:
-                ctx.stack.row(i).zero_()
-            else:
-                ctx.stack.put(i, g)
+            ctx.stack.put(i, g)
         return ctx.stack.take(), None

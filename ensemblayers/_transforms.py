@@ -21,6 +21,6 @@ def is_recorded(*grads: Tensor | None) -> bool:
     Then it must not write into memory that it did not make. ``is_grads_batched`` maps by a vmap
     older than torch.func's.
     """
-    if torch.is_grad_enabled() or transformed():
+    if torch.is_grad_enabled() or transformed() or has_tangents():
         return True
     return any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads)

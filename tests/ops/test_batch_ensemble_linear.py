@@ -336,3 +336,34 @@ def test_other_shapes_broadcast_or_fail_as_in_the_definition(backend, rows, wron
     assert (got is None) == (want is None)
     if want is not None:
         torch.testing.assert_close(got, want)
+
+
+CHANGES = {
+    "dtype": lambda t: t.data.float(),
+    "shape": lambda t: t.data[:2].clone(),
+    "order": lambda t: t.data.t().contiguous().t(),
+}
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+@pytest.mark.parametrize("of_x", [True, False])
+@pytest.mark.parametrize("rows", [8, 128])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_weight_with_other_data_before_the_backward_pass(change, rows, of_x):
+    args = inputs(2, rows, 16, 12)
+    args = args if of_x else of_a_first_layer(args)
+    y = op.linear(*args)
+    args[1].data = change(args[1])
+    with pytest.raises(RuntimeError, match="since the forward pass"):
+        y.sum().backward()
+
+
+def test_a_backward_pass_with_tangents(backend):
+    args = inputs(2, 64, 6, 5)
+    y, forward_ad = op.linear(*args), torch.autograd.forward_ad
+    g, t = torch.randn(2, *y.shape, dtype=y.dtype)
+    expected = torch.autograd.grad(y, args, t, retain_graph=True)
+    with forward_ad.dual_level():
+        found = torch.autograd.grad(y, args, forward_ad.make_dual(g, t))
+        tangents = [forward_ad.unpack_dual(d).tangent for d in found]
+    torch.testing.assert_close(tangents, list(expected))

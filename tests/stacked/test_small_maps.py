@@ -225,6 +225,7 @@ def test_a_graph_that_is_gone_through_again(given, ensemble):
         return torch.autograd.grad(y, weight, g * scale, retain_graph=True)[0]
 
     torch.autograd.grad(y, x, g, retain_graph=True)
+    assert not given
     first = gradient(1.0)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(gradient, [2.0, 4.0] * 4))
@@ -249,3 +250,114 @@ def test_the_layers_are_left_as_they_were(ensemble):
     with pytest.raises(RuntimeError):
         ensemble(torch.randn(4, 100, 2, 2))
     assert set(vars(conv)) == before
+
+
+CHANGES = {
+    "dtype": lambda p: p.data.double(),
+    "half": lambda p: p.data.half(),
+    "strides": lambda p: p.data.transpose(-1, -2).contiguous().transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_weight_with_other_data_before_the_backward_pass(ensemble, change):
+    x = torch.randn(4, 128, 2, 2)
+    weight = ensemble.module[0].weight
+    loss = ensemble(x, shared=True).square().sum()
+    (expected,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    expected = expected.clone()
+    weight.data = change(weight)
+    loss.backward()
+    assert rms_error(weight.grad, expected) < (1e-3 if weight.dtype == torch.half else BOUND)
+
+
+HOOKS = {
+    "transposed": lambda g: g.transpose(2, 3),
+    "a row for all": lambda g: g[:1].expand_as(g),
+    "another row for all": lambda g: g[1:2].expand_as(g),
+    "its own": lambda g: g,
+    "scaled": lambda g: g.mul_(2),
+}
+
+
+class Hooked(nn.Module):
+    def __init__(self, hook):
+        super().__init__()
+        self.conv, self.hook = nn.Conv2d(128, 256, 3, padding=1), hook
+
+    def forward(self, x):
+        self.conv.weight.register_hook(self.hook)
+        return self.conv(x)
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+def test_hooks_on_a_members_weight(given, hook):
+    ensemble = el.to_stacked(Hooked(hook), n=N)
+    assert_members(ensemble, torch.randn(N, 4, 128, 2, 2))
+    assert len(given) == N
+
+
+def test_a_gradient_in_a_hook_of_the_same_graphs_backward_pass(ensemble):
+    y = ensemble(torch.randn(4, 128, 2, 2), shared=True)
+    weight, inner = ensemble.module[0].weight, []
+    g = torch.randn_like(y)
+    (expected,) = torch.autograd.grad(y, weight, g, retain_graph=True)
+    y = y.clone()
+    rows = [node for node, _ in y.grad_fn.next_functions[0][0].next_functions]
+    expected = expected.clone()
+
+    def hook(grads, _):
+        if not inner:
+            inner.append(None)
+            inner[0] = torch.autograd.grad(y, weight, 3 * g, retain_graph=True)[0]
+
+    rows[0].register_hook(hook)  # After the other members' gradients.
+    (outer,) = torch.autograd.grad(y, weight, g, retain_graph=True)
+    assert rms_error(outer, expected) < BOUND and rms_error(inner[0], 3 * expected) < BOUND
+
+
+@pytest.mark.parametrize("option", ["stride", "padding", "dilation"])
+@pytest.mark.parametrize("value", [1, (1,)])
+def test_options_that_are_assigned(option, value):
+    ensemble = el.to_stacked(nn.Conv2d(128, 256, 3, padding=1), n=N)
+    setattr(ensemble.module, option, value)
+    assert_members(ensemble, torch.randn(N, 4, 128, 3, 3))
+
+
+def test_other_code_for_all_convolutions_holds(given, monkeypatch, ensemble):
+    plain = nn.Conv2d._conv_forward
+    x = torch.randn(4, 128, 2, 2)
+    expected = ensemble.module[1](2 * torch.atanh(ensemble(x, shared=True)))
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", lambda *args: 2 * plain(*args))
+    given.clear()
+    y = ensemble(x, shared=True)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    y.sum().backward()
+    assert not given
+
+
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(128, 256, 3, padding=1)
+
+    def forward(self, x):
+        conv = self.conv
+        return conv._conv_forward(input=x, weight=conv.weight, bias=conv.bias)
+
+
+def test_arguments_by_keyword(given):
+    assert_members(el.to_stacked(ByKeyword(), n=N), torch.randn(N, 4, 128, 2, 2))
+    assert len(given) == N
+
+
+def test_a_backward_pass_with_tangents(given, ensemble):
+    y, forward_ad = ensemble(torch.randn(4, 128, 2, 2), shared=True), torch.autograd.forward_ad
+    g, t = torch.randn(2, *y.shape)
+    weight = ensemble.module[0].weight
+    (expected,) = torch.autograd.grad(y, weight, t, retain_graph=True)
+    given.clear()
+    with forward_ad.dual_level():
+        (d,) = torch.autograd.grad(y, weight, forward_ad.make_dual(g, t))
+        assert rms_error(forward_ad.unpack_dual(d).tangent, expected) < BOUND
+    assert not given
