@@ -58,20 +58,10 @@ void add_to_tile(const V* g, const V* x, const V* r, V* sums, const V* w, V* dw,
     const bool fresh = j == 0;  // dw holds nothing yet.
     const int64_t m = j / each, last = std::min(end, (m + 1) * each);
     Vector h[kRows][kVectors] = {};
-    for (; j < last; ++j, g += kRows, x += S::kColumns) {
-      Vector row[kVectors];
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) row[v] = S::at(x, v);
-#pragma GCC unroll 8
-      for (int b = 0; b < kVectors * kBytes; b += kLine) {  // From the second-level cache.
-        __builtin_prefetch(reinterpret_cast<const char*>(x + 8 * S::kColumns) + b);
-      }
-#pragma GCC unroll 16
-      for (int q = 0; q < kRows; ++q) {
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) h[q][v] += g[q] * row[v];
-      }
-    }
+    add_product<V, 1, kRows>(g, x, last - j, h);
+    g += (last - j) * kRows;
+    x += (last - j) * S::kColumns;
+    j = last;
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const Vector rv = S::at(r + m * S::kColumns, v);

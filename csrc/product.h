@@ -158,13 +158,13 @@ void transposed_panel(const V* b, V* to, int64_t height, int64_t depth) {
   }
 }
 
-// The product of a tile's rows a, kStride apart, with a panel b [depth, kColumns].
-template <class V, int64_t kStride>
-void add_tile(const V* a, const V* b, int64_t depth,
-              typename Simd<V>::Vector (&sums)[kRows][kVectors]) {
+// To a tile in registers, the product of a [kRows, depth], whose rows are kApart and whose columns
+// kNext apart, with a panel b [depth, kColumns].
+template <class V, int64_t kApart, int64_t kNext>
+[[gnu::always_inline]] inline void add_product(const V* a, const V* b, int64_t depth,
+                                               typename Simd<V>::Vector (&h)[kRows][kVectors]) {
   using S = Simd<V>;
-  typename S::Vector h[kRows][kVectors] = {};
-  for (const V* end = b + depth * S::kColumns; b < end; ++a, b += S::kColumns) {
+  for (const V* end = b + depth * S::kColumns; b < end; a += kNext, b += S::kColumns) {
     typename S::Vector row[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) row[v] = S::at(b, v);
@@ -175,9 +175,17 @@ void add_tile(const V* a, const V* b, int64_t depth,
 #pragma GCC unroll 16
     for (int q = 0; q < kRows; ++q) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) h[q][v] += a[q * kStride] * row[v];
+      for (int v = 0; v < kVectors; ++v) h[q][v] += a[q * kApart] * row[v];
     }
   }
+}
+
+// The same to a tile in memory.
+template <class V, int64_t kStride>
+void add_tile(const V* a, const V* b, int64_t depth,
+              typename Simd<V>::Vector (&sums)[kRows][kVectors]) {
+  typename Simd<V>::Vector h[kRows][kVectors] = {};
+  add_product<V, kStride, 1>(a, b, depth, h);
 #pragma GCC unroll 16
   for (int q = 0; q < kRows; ++q) {
 #pragma GCC unroll 8

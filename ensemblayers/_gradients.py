@@ -126,14 +126,12 @@ def has_place(row: Tensor) -> bool:
 
 
 def place_of(row: Tensor) -> Tensor:
-    """Uninitialised memory ``[*row.shape]`` for the gradient of a row that has a place, if possible
-    there: what is there is not copied.
+    """Uninitialised, dense memory for the gradient of a row that has a place.
 
-    To be asked for in the backward pass. A row that is used more than once has further gradients,
-    which are in memory of their own.
+    It is that place, so that nothing is copied, unless the row has had a gradient in this backward
+    pass already, or the leaf has got other data since the forward pass.
     """
     own = row.grad_fn.stack.give(row.grad_fn.i)
-    # The leaf may have got other data since.
     if own is None or own.dtype != row.dtype or own.shape != row.shape or not own.is_contiguous():
         return torch.empty_like(row, memory_format=torch.contiguous_format)
     return own
