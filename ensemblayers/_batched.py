@@ -24,28 +24,37 @@ def batched_layers(model: nn.Module, x: Tensor) -> list[nn.Module] | None:
     layers: list[nn.Module] = []
     if _has_any_global_hook() or not _collect(model, layers):
         return None
-    first = next((k for k, layer in enumerate(layers) if type(layer) is nn.Linear), None)
-    if first is None or any(getattr(layer, "inplace", False) for layer in layers[:first]):
-        return None
-    weight = layers[first].weight
-    return layers if weight.device == x.device and weight.dtype == x.dtype else None
+    for layer in layers:
+        if type(layer) is nn.Linear:
+            weight = layer._parameters["weight"]
+            return layers if weight.is_cpu and weight.dtype == x.dtype else None
+        if getattr(layer, "inplace", False):
+            return None
+    return None
 
 
 def _collect(module: nn.Module, layers: list[nn.Module]) -> bool:
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    if "forward" in vars(module) or any(hooks):
+    own = vars(module)
+    if (
+        "forward" in own
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
         return False
-    if type(module) is nn.Sequential:
-        return all(_collect(child, layers) for child in module)
+    kind = type(module)
+    if kind is nn.Sequential:
+        for child in own["_modules"].values():
+            if not _collect(child, layers):
+                return False
+        return True
     layers.append(module)
-    if type(module) is nn.Flatten:
+    if kind is nn.Linear:
+        return "weight" in own["_parameters"] and "bias" in own["_parameters"]
+    if kind is nn.Flatten:
         return (module.start_dim, module.end_dim) == (1, -1)
-    return type(module) is nn.Linear or type(module) in _ELEMENTWISE
+    return kind in _ELEMENTWISE
 
 
 def run_batched(layers: list[nn.Module], x: Tensor, n: int, shared: bool) -> Tensor | None:
@@ -55,9 +64,10 @@ def run_batched(layers: list[nn.Module], x: Tensor, n: int, shared: bool) -> Ten
     """
     for layer in layers:
         if type(layer) is nn.Linear:
-            if x.dim() + shared < 2 or x.shape[-1] != layer.weight.shape[-1]:
+            weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+            if x.dim() + shared < 2 or x.shape[-1] != weight.shape[-1]:
                 return None
-            x = functional.stacked_linear(x, layer.weight, layer.bias, shared=shared)
+            x = functional.stacked_linear(x, weight, bias, shared=shared)
             shared = False
         elif type(layer) is nn.Flatten:
             x = x.flatten(1 if shared else 2)

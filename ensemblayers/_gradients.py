@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ._transforms import has_tangents, is_recorded, transformed
 
 _FIRST = 2**63 - 1
 LARGE = 1 << 20  # Bytes from which on reuse pays.
 # By the leaf's id: a dictionary with weak keys is slow, in a step in which nothing is in the cache.
-_kept: dict[int, tuple[Callable, Any]] = {}
-_NOTHING = (lambda: None), None
+_kept: dict[int, tuple[Callable, Any, Any]] = {}
+_NOTHING = (lambda: None), None, None
+_is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -29,27 +31,38 @@ def gradient_memory(leaf: Tensor) -> Tensor:
 
     Its memory is that of the last such tensor, unless a tensor still uses that.
     """
-    size, key = leaf.nbytes, id(leaf)
-    if size < LARGE or not leaf.is_cpu or not leaf.is_leaf or _use_count is None:
+    key = id(leaf)
+    if leaf.nbytes < LARGE or not leaf.is_cpu or not leaf.is_leaf or _use_count is None:
         return torch.empty_like(leaf)
     # Taken out while it is looked at: another thread's backward pass finds nothing here.
-    reference, storage = _kept.pop(key, _NOTHING)
-    if reference() is not leaf or storage.nbytes() != size or _is_used(storage):
+    reference, kept, storage = _kept.pop(key, _NOTHING)
+    if reference() is not leaf or not _is_like(kept, leaf) or _holders(storage) != _unused():
         keep_small_blocks()
-        fresh = torch.empty_like(leaf)
-        if fresh.stride() != leaf.stride():  # Not dense: there is no layout to keep.
-            return fresh
+        kept = torch.empty_like(leaf)
+        if kept.stride() != leaf.stride():  # Not dense: there is no layout to keep.
+            return kept
         reference = weakref.ref(leaf, lambda _: _kept.pop(key, None))
-        storage = fresh.untyped_storage()
-    out = torch.empty(0, dtype=leaf.dtype).set_(storage, 0, leaf.shape, leaf.stride())
-    _kept[key] = reference, storage
-    return out
+        storage = kept.untyped_storage()
+    _kept[key] = reference, kept, storage
+    return kept.data
 
 
-def _is_used(storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor, another process, or a holder of the storage itself has this memory too."""
-    # The caller's name, this one, and the count's own argument hold it.
-    return users(storage) > 1 or storage.is_shared() or sys.getrefcount(storage) > 3
+def _is_like(kept: Tensor, leaf: Tensor) -> bool:
+    same = kept.dtype == leaf.dtype and kept.shape == leaf.shape
+    return same and kept.stride() == leaf.stride()
+
+
+def _holders(storage: torch.UntypedStorage) -> tuple[int, int | None, bool]:
+    """Who has a storage: Python's names, tensors and the Python object, other processes."""
+    return sys.getrefcount(storage), users(storage), storage.is_shared()
+
+
+@functools.cache
+def _unused() -> tuple[int, int | None, bool]:
+    """The holders of a storage that a tensor and a name have, as in the caller."""
+    kept = torch.empty(1, device="cpu")
+    storage = kept.untyped_storage()
+    return _holders(storage)
 
 
 def users(storage: torch.UntypedStorage) -> int | None:
@@ -74,15 +87,9 @@ def is_eager(*tensors: Tensor | None) -> bool:
     torch.func's transforms, torch.compile, tracers, fake tensors and other dispatch modes have to
     see the operations themselves, and so has forward-mode differentiation.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._len_torch_dispatch_stack()
-        or transformed()
-        or has_tangents()
-    ):
+    if is_compiling() or _is_tracing() or _dispatch_modes() or transformed() or has_tangents():
         return False
-    for t in tensors:  # noqa: SIM110 (in every call of a layer: all() takes twice as long)
+    for t in tensors:
         if t is not None and type(t) not in _PLAIN:
             return False
     return True

@@ -23,4 +23,7 @@ def is_recorded(*grads: Tensor | None) -> bool:
     """
     if torch.is_grad_enabled() or transformed() or has_tangents():
         return True
-    return any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads)
+    for g in grads:
+        if g is not None and torch._C._functorch.is_legacy_batchedtensor(g):
+            return True
+    return False

@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from . import ops
+from ._autocast import autocast_dtype
 from ._gradients import gradient_memory, writes_gradients
 from ._transforms import is_recorded
 
@@ -251,8 +252,8 @@ def stacked_linear(
         rows = x.reshape(*(() if shared else x.shape[:1]), math.prod(lead), x.shape[-1])
         y = stacked_linear(rows, weight, bias, shared=shared)
         return y.reshape(y.shape[0], *lead, y.shape[-1])
-    autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
-    if writes_gradients(x, weight, bias) and not autocast:
+    device = "cpu" if x.is_cpu else x.device.type
+    if writes_gradients(x, weight, bias) and autocast_dtype(device) is None:
         return _StackedLinear.apply(x, weight, bias)
     return _stacked_product(x, weight, bias)
 
