@@ -13,9 +13,6 @@ from einops import rearrange
 from torch import Tensor
 
 from . import ops
-from ._autocast import autocast_dtype
-from ._gradients import gradient_memory, writes_gradients
-from ._transforms import is_recorded
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -252,45 +249,7 @@ def stacked_linear(
         rows = x.reshape(*(() if shared else x.shape[:1]), math.prod(lead), x.shape[-1])
         y = stacked_linear(rows, weight, bias, shared=shared)
         return y.reshape(y.shape[0], *lead, y.shape[-1])
-    device = "cpu" if x.is_cpu else x.device.type
-    if writes_gradients(x, weight, bias) and autocast_dtype(device) is None:
-        return _StackedLinear.apply(x, weight, bias)
-    return _stacked_product(x, weight, bias)
-
-
-def _stacked_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x = _each(x, weight)
-    if bias is None:
-        return torch.bmm(x, weight.mT)
-    return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
-
-
-def _each(x: Tensor, weight: Tensor) -> Tensor:
-    """A batch ``[n, B, in]`` a member, from one that is shared, ``[B, in]``."""
-    return x if x.dim() == 3 else x.expand(weight.shape[0], *x.shape)
-
-
-class _StackedLinear(torch.autograd.Function):
-    """Writes the weight's gradient in the weight's own layout, into memory that is kept."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return _stacked_product(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        d_x = d_weight = None
-        if needs[0] and x.dim() == 3:
-            d_x = torch.bmm(grad, weight)
-        elif needs[0]:  # One product sums over the members.
-            d_x = grad.transpose(0, 1).flatten(1) @ weight.flatten(0, 1)
-        if needs[1]:
-            out = None if is_recorded(grad) else gradient_memory(weight)
-            d_weight = torch.bmm(grad.mT, _each(x, weight), out=out)
-        return d_x, d_weight, grad.sum(1) if needs[2] else None
+    return ops.stacked_linear.linear(x, weight, bias)
 
 
 def check_members(x: Tensor, n: int, members: Tensor | None) -> Tensor | None:

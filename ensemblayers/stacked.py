@@ -247,9 +247,11 @@ class StackedEnsemble(PlainKeys):
             return None
         if not isinstance(args[0], Tensor) or not args[0].is_cpu:
             return None
-        self._in_dim(args[0], shared)
-        layers = batched_layers(self.module, args[0])
-        return None if layers is None else run_batched(layers, args[0], self.n, shared)
+        x, module = args[0], self._modules["module"]  # Faster than by its name.
+        if not shared:
+            self._in_dim(x, shared)
+        layers = batched_layers(module, x)
+        return None if layers is None else run_batched(layers, x, self.n, shared)
 
     def _loop(self, in_dims: Any, args: Any, kwargs: Any) -> Any:
         of_parameters, of_buffers = _places(self.module)

@@ -220,12 +220,13 @@ def test_a_batch_of_gradients(name):
     """Each is that of its own backward pass: memory that was made outside can't hold them all."""
     build, shape = LARGE_LAYERS[name]
     model = build().double().eval()
-    y = model(torch.randn(*shape, dtype=torch.float64))
-    parameters = list(model.parameters())
+    x = leaf(*shape, dtype=torch.float64)
+    y = model(x)
+    inputs = [x, *model.parameters()]
     many = torch.randn(2, *y.shape, dtype=torch.float64)
-    batched = torch.autograd.grad(y, parameters, many, is_grads_batched=True, retain_graph=True)
+    batched = torch.autograd.grad(y, inputs, many, is_grads_batched=True, retain_graph=True)
     for k, g in enumerate(many):
-        one = torch.autograd.grad(y, parameters, g, retain_graph=True)
+        one = torch.autograd.grad(y, inputs, g, retain_graph=True)
         torch.testing.assert_close([b[k] for b in batched], list(one))
 
 

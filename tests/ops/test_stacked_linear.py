@@ -1,0 +1,153 @@
+"""Stacked linear layers: the weight's gradient of a product in C++."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import ensemblayers as el
+from ensemblayers.functional import stacked_linear
+from ensemblayers.ops import native
+from ensemblayers.ops import stacked_linear as op
+
+BOUND = 2e-6
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The shapes of gradients that C++ wrote; it does from the smallest weight on."""
+    shapes, write = [], op._write
+
+    def note(grad, x, d_weight):
+        shapes.append(tuple(d_weight.shape))
+        write(grad, x, d_weight)
+
+    monkeypatch.setattr(op, "_write", note)
+    monkeypatch.setattr(op, "LARGE_WEIGHT", 0)
+    return shapes
+
+
+def rms_error(found, expected):
+    expected = expected.double()
+    return ((found.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
+
+
+def tensors(n, rows, inner, outer, shared):
+    x = torch.randn(rows, inner) if shared else torch.randn(n, rows, inner)
+    weight, bias = torch.randn(n, outer, inner), torch.randn(n, outer)
+    return [t.requires_grad_() for t in (x, weight, bias)]
+
+
+def exact(tensors, g, shared):
+    own = [t.detach().double().requires_grad_() for t in tensors]
+    y = torch.einsum("bi,noi->nbo" if shared else "nbi,noi->nbo", own[0], own[1]) + own[2][:, None]
+    return torch.autograd.grad(y, own, g.double())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("rows", [1, 10, 64, 256])
+@pytest.mark.parametrize("inner,outer", [(784, 256), (33, 13), (1, 1), (512, 7), (100, 300)])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_gradients_are_those_of_double_precision(n, rows, inner, outer, shared, written):
+    own = tensors(n, rows, inner, outer, shared)
+    y = stacked_linear(*own, shared=shared)
+    g = torch.randn_like(y)
+    for _ in range(2):  # The second time into memory that is kept.
+        found = torch.autograd.grad(y, own, g, retain_graph=True)
+        for d, e in zip(found, exact(own, g, shared), strict=True):
+            assert rms_error(d, e) < BOUND
+    assert written == [(n, outer, inner)] * 2
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_large_weights_few_rows_and_float32_only(shared, written, monkeypatch):
+    monkeypatch.setattr(op, "LARGE_WEIGHT", 8 << 20)
+
+    def takes(rows=4, inner=1024, outer=2048, dtype=torch.float32):
+        written.clear()
+        own = [
+            t.detach().to(dtype).requires_grad_() for t in tensors(2, rows, inner, outer, shared)
+        ]
+        stacked_linear(*own, shared=shared).sum().backward()
+        return bool(written)
+
+    assert takes()
+    assert takes(outer=1024) == shared  # Of all members at once, or of each.
+    assert not takes(outer=512)
+    assert not takes(rows=257)
+    assert not takes(rows=0)
+    assert not takes(dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_strided_inputs_and_gradients(shared, written):
+    x, weight, bias = tensors(3, 12, 40, 24, shared)
+    given = [x.detach().mT.contiguous().mT.requires_grad_(), weight, bias]
+    y = stacked_linear(*given, shared=shared)
+    for g in (torch.randn(24, 12, 3).permute(2, 1, 0), torch.randn(1, 1, 24).expand(3, 12, 24)):
+        found = torch.autograd.grad(y, given, g, retain_graph=True)
+        for d, e in zip(found, exact(given, g, shared), strict=True):
+            assert rms_error(d, e) < BOUND
+    assert len(written) == 2
+
+
+def test_a_permuted_weights_gradient_has_its_layout(written):
+    weight = torch.randn(3, 64, 48).mT.requires_grad_()
+    x = torch.randn(8, 64)
+    stacked_linear(x, weight, shared=True).sum().backward()
+    assert weight.grad.stride() == weight.stride() and not written
+    assert torch.allclose(weight.grad, x.sum(0).expand_as(weight), atol=1e-5)
+
+
+def test_only_what_is_needed_is_computed(written):
+    x, weight, bias = tensors(3, 8, 16, 32, True)
+    y = stacked_linear(x, weight.detach(), bias, shared=True)
+    y.sum().backward()
+    assert not written
+    stacked_linear(x.detach(), weight, shared=True).sum().backward()
+    assert written == [(3, 32, 16)]
+
+
+def test_what_watches_or_differentiates_the_backward_pass_sees_torchs_operations(written):
+    x, weight, bias = tensors(3, 8, 16, 32, True)
+    y = stacked_linear(x, weight, bias, shared=True)
+    with FlopCounterMode(display=False) as flops:
+        y.sum().backward(retain_graph=True)
+    assert flops.get_total_flops() == 2 * 2 * 3 * 8 * 16 * 32
+    torch.autograd.grad(y, weight, torch.ones_like(y), create_graph=True)
+    basis = torch.eye(y.numel()).view(-1, *y.shape)
+    inputs = [x, weight, bias]
+    found = torch.autograd.grad(y, inputs, basis[:4], is_grads_batched=True, retain_graph=True)
+    assert not written
+    for k, own in enumerate(zip(*found, strict=True)):
+        alone = torch.autograd.grad(y, inputs, basis[k], retain_graph=True)
+        assert all(torch.allclose(d, e, atol=1e-6) for d, e in zip(own, alone, strict=True))
+
+
+def test_weights_of_other_data_are_refused(written):
+    x, weight, bias = tensors(3, 8, 16, 32, True)
+    y = stacked_linear(x, weight, bias, shared=True)
+    weight.data = torch.randn(3, 8, 8)
+    with pytest.raises(RuntimeError):
+        y.sum().backward()
+
+
+def test_an_ensemble_trains_as_its_members_do(written):
+    members = [nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 4)) for _ in range(3)]
+    ensemble = el.StackedEnsemble(members)
+    x = torch.randn(16, 20)
+    parts = [ensemble.parameters(), *(m.parameters() for m in members)]
+    optimizers = [torch.optim.SGD(p, lr=0.1, momentum=0.9) for p in parts]
+    for _ in range(3):
+        loss = ensemble(x).square().sum() + sum(m(x).square().sum() for m in members)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert len(written) == 6
+    for i, m in enumerate(members):
+        for own, alone in zip(ensemble.member(i).parameters(), m.parameters(), strict=True):
+            assert torch.allclose(own, alone, atol=1e-5)
