@@ -1,7 +1,9 @@
 """The attributes of a model's modules beside their tensors, children and hooks."""
 
 import copy
+import itertools
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ._module import copy_module
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"_non_persistent_buffers_set"}
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = {list, dict, set}
 
 
 class Snapshot:
@@ -21,41 +23,49 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [] if torch.compiler.is_compiling() else list(model.modules())
-        self._values = [tuple(vars(m).values()) for m in self._modules]
-        self._old = [
-            {k: copy.copy(v) if type(v) in _CONTAINERS else v for k, v in _attributes(m).items()}
-            for m in self._modules
-        ]
-        self._containers = [
-            [k for k, v in old.items() if type(v) in _CONTAINERS] for old in self._old
+        modules = [] if torch.compiler.is_compiling() else model.modules()
+        self._own = list(map(vars, modules))
+        self._old = list(map(dict, self._own))
+        self._copies = [
+            (k, name, copy.copy(value))
+            for k, old in enumerate(self._old)
+            for name, value in old.items()
+            if type(value) in _CONTAINERS and name not in _OF_EVERY_MODULE
         ]
 
     def changed(self) -> bool:
         """Whether attributes, or their lists, dicts and sets, changed since."""
-        every = zip(self._modules, self._values, self._containers, self._old, strict=True)
-        for module, values, containers, old in every:
-            own = vars(module)
-            same = len(own) == len(values) and all(map(operator.is_, own.values(), values))
-            if same:  # As in nearly all calls, and quick to see.
-                if any(_differ(old[k], own[k]) for k in containers):
-                    return True
-            elif _differ(old, _attributes(module)):
+        # In nearly all calls nothing did, which is quick to see.
+        same = list(map(len, self._own)) == list(map(len, self._old)) and all(
+            map(operator.is_, _values(self._own), _values(self._old))
+        )
+        if not same and any(map(_differ, map(_attributes, self._old), map(_attributes, self._own))):
+            return True
+        for k, name, old in self._copies:
+            new = self._own[k][name]
+            if (old or new) and _differ(old, new):
                 return True
         return False
 
     def changes(self) -> list[dict[str, Any]]:
         """What is new or differs by now, module by module."""
         return [
-            {k: v for k, v in _attributes(m).items() if k not in old or _differ(old[k], v)}
-            for m, old in zip(self._modules, self._old, strict=True)
+            {k: v for k, v in _attributes(own).items() if k not in old or _differ(old[k], v)}
+            for own, old in zip(self._own, self._before(), strict=True)
         ]
 
     def restore(self) -> None:
-        for module, old in zip(self._modules, self._old, strict=True):
-            for name in _attributes(module).keys() - old.keys():
-                del vars(module)[name]
-            vars(module).update(old)
+        for own, old in zip(self._own, self._before(), strict=True):
+            for name in _attributes(own).keys() - old.keys():
+                del own[name]
+            own.update(old)
+
+    def _before(self) -> list[dict[str, Any]]:
+        """The attributes, module by module, with what lists, dicts and sets held."""
+        before = list(map(_attributes, self._old))
+        for k, name, value in self._copies:
+            before[k][name] = value
+        return before
 
 
 def same_attributes(models: list[nn.Module]) -> bool:
@@ -65,7 +75,7 @@ def same_attributes(models: list[nn.Module]) -> bool:
         norm = isinstance(modules[0], nn.modules.batchnorm._NormBase)
         if not norm and any(b is None for b in modules[0]._buffers.values()):
             return False
-        first, *others = map(_attributes, modules)
+        first, *others = (_attributes(vars(m)) for m in modules)
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(first)):
             return False
         try:
@@ -79,12 +89,17 @@ def same_attributes(models: list[nn.Module]) -> bool:
 def copy_attributes(source: nn.Module, target: nn.Module) -> None:
     """Give a model copies of another's attributes, and of its buffers where it has None."""
     for own, other in zip(target.modules(), copy_module(source).modules(), strict=True):
-        vars(own).update(_attributes(other))
+        vars(own).update(_attributes(vars(other)))
         own._buffers.update((k, b) for k, b in other._buffers.items() if own._buffers[k] is None)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+def _values(some: list[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(dict.values, some))
+
+
+def _attributes(own: dict[str, Any]) -> dict[str, Any]:
+    """Of what a module holds, its attributes."""
+    return {k: v for k, v in own.items() if k not in _OF_EVERY_MODULE}
 
 
 def _differ(old: Any, new: Any) -> bool:

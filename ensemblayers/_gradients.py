@@ -114,7 +114,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def unbind(stacked: Tensor) -> tuple[Tensor, ...]:
     """``stacked.unbind(0)``, with the gradients stacked into memory that is kept."""
-    large = stacked.numel() * stacked.element_size() >= LARGE and stacked.device.type == "cpu"
+    large = stacked.nbytes >= LARGE and stacked.is_cpu
     if not (large and stacked.is_leaf and writes_gradients(stacked)):
         return stacked.unbind(0)
     stack = _Stack(stacked)

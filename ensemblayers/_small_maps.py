@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._gradients import has_place, is_eager, place_of, writes_gradients
+from ._gradients import LARGE, has_place, is_eager, place_of, writes_gradients
 from ._transforms import is_recorded
 from .ops import native
 
@@ -28,6 +28,7 @@ def layers(model: nn.Module) -> list[nn.Conv2d]:
         and m.padding_mode == "zeros"
         and all(map(_is_pair, (m.stride, m.padding, m.dilation)))
         and "_conv_forward" not in vars(m)
+        and m.weight.nbytes >= LARGE  # Others have no place.
     ]
 
 

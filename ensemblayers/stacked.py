@@ -240,7 +240,11 @@ class StackedEnsemble(PlainKeys):
         return self.strategy == "vmap" or (first is not None and first.device.type != "cpu")
 
     def _first_tensor(self) -> Tensor | None:
-        return next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
+        for m in self.module.modules():  # Faster than parameters() and buffers().
+            for tensor in (*m._parameters.values(), *m._buffers.values()):
+                if tensor is not None:
+                    return tensor
+        return None
 
     def _batched(self, args: Any, kwargs: Any, shared: bool) -> Tensor | None:
         if self.strategy != "auto" or self._skeletons or len(args) != 1 or kwargs:
@@ -268,10 +272,13 @@ class StackedEnsemble(PlainKeys):
         direct = eager or torch.jit.is_tracing()  # Which functional_call does not take.
         places = None if self._skeletons or not direct else {**of_parameters, **of_buffers}
         convs = _small_maps.layers(self.module) if eager and torch.is_grad_enabled() else []
+        own_places = {
+            name: [row.data_ptr() for row in members] for name, members in rows.items() if eager
+        }
         outputs = []
         for i in range(self.n):
             own = {name: row[i] for name, row in rows.items()}
-            before = {name: b[i] for name, b in buffers.items()}
+            before = {name: b.select(0, i) for name, b in buffers.items()}
             own.update(before)
             call = functools.partial(_call, self._caller(i), own, places, convs=convs)
             a, k = _of_member(i, in_dims, args, kwargs)
@@ -279,8 +286,9 @@ class StackedEnsemble(PlainKeys):
             for name, old in before.items():
                 if own[name] is not old:  # The module assigned a new tensor to its buffer.
                     buffers[name][i].copy_(own[name])
-            for name, p in parameters.items() if eager else ():
-                _take_over(p, i, rows[name][i])
+            for name, places_of in own_places.items():
+                if rows[name][i].data_ptr() != places_of[i]:  # It assigned to its ``data``.
+                    parameters[name].data[i] = rows[name][i].data
             if attributes is not None and attributes.changed():
                 self._part(i, attributes)
                 attributes = places = None
@@ -482,13 +490,6 @@ def _without_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _take_over(stacked: Tensor, i: int, row: Tensor) -> None:
-    """Bring what a module assigned to the ``data`` of member i's parameter into the stack."""
-    place = stacked.data_ptr() + i * stacked.stride(0) * stacked.element_size()
-    if row.data_ptr() != place and row.numel() and not row.is_meta:
-        stacked.data[i] = row.data
 
 
 def _of_member(i: int, in_dims: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
