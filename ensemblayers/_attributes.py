@@ -42,7 +42,7 @@ class Snapshot:
         if not same and any(map(_differ, map(_attributes, self._old), map(_attributes, self._own))):
             return True
         for k, name, old in self._copies:
-            new = self._own[k][name]
+            new = self._own[k].get(name)
             if (old or new) and _differ(old, new):
                 return True
         return False
