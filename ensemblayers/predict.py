@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._module import check_module, check_outermost
+from ._outputs import stack_outputs
 from ._own_inputs import OwnInputs
 from .batch_ensemble import (
     BatchEnsemble,
@@ -18,7 +19,7 @@ from .batch_ensemble import (
     repeat_forward,
 )
 from .simplex import at, vertex_count
-from .stacked import StackedEnsemble, stack_outputs
+from .stacked import StackedEnsemble
 from .subspace import SubspaceLayer
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import itertools
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,18 +10,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from . import _small_maps
+from ._alike import check_alike
 from ._attributes import Snapshot, copy_attributes, same_attributes
 from ._autocast import autocast_dtype, mapped_autocast
 from ._batched import batched_layers, run_batched
 from ._gradients import is_eager, keep_small_blocks, unbind
 from ._input import first_layer
 from ._module import PlainKeys, copy_module, own_parameters
+from ._outputs import dtypes, stack_outputs
 from ._own_inputs import OwnInputs, tensors_of
+from ._swap import call_with, places_of, tensors_in
 from .simplex import check_member
 
 
@@ -85,7 +86,7 @@ class StackedEnsemble(PlainKeys):
         models = list(models)
         if strategy not in ("auto", "loop", "vmap"):
             raise ValueError(f"expected strategy auto, loop or vmap, got strategy={strategy!r}")
-        _check_alike(models)
+        check_alike(models)
         first = models[0]
         stacked: dict[Tensor, Any] = {}
         for name, p in first.named_parameters():
@@ -222,8 +223,8 @@ class StackedEnsemble(PlainKeys):
         return 0
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """All parameters and buffers by name, as :func:`_places` has them."""
-        parameters, buffers = map(_held, _places(self.module))
+        """All parameters and buffers by name, as :func:`places_of` has them."""
+        parameters, buffers = map(tensors_in, places_of(self.module))
         return parameters, buffers
 
     def _apply(self, fn, recurse=True):
@@ -258,8 +259,8 @@ class StackedEnsemble(PlainKeys):
         return None if layers is None else run_batched(layers, x, self.n, shared)
 
     def _loop(self, in_dims: Any, args: Any, kwargs: Any) -> Any:
-        of_parameters, of_buffers = _places(self.module)
-        parameters, buffers = _held(of_parameters), _held(of_buffers)
+        of_parameters, of_buffers = places_of(self.module)
+        parameters, buffers = tensors_in(of_parameters), tensors_in(of_buffers)
         # One unbind, not n selects: the backward pass of a select fills all n members with zeros.
         unbound = {p: unbind(p) for p in parameters.values()}
         for p in self._written_weights():
@@ -272,22 +273,20 @@ class StackedEnsemble(PlainKeys):
         direct = eager or torch.jit.is_tracing()  # Which functional_call does not take.
         places = None if self._skeletons or not direct else {**of_parameters, **of_buffers}
         convs = _small_maps.layers(self.module) if eager and torch.is_grad_enabled() else []
-        own_places = {
-            name: [row.data_ptr() for row in members] for name, members in rows.items() if eager
-        }
+        memory = {k: [row.data_ptr() for row in own] for k, own in rows.items()} if eager else {}
         outputs = []
         for i in range(self.n):
             own = {name: row[i] for name, row in rows.items()}
             before = {name: b.select(0, i) for name, b in buffers.items()}
             own.update(before)
-            call = functools.partial(_call, self._caller(i), own, places, convs=convs)
+            call = functools.partial(call_with, self._caller(i), own, places, convs=convs)
             a, k = _of_member(i, in_dims, args, kwargs)
             outputs.append(self._inputs.call(("loop", self.training), call, a, k))
             for name, old in before.items():
                 if own[name] is not old:  # The module assigned a new tensor to its buffer.
                     buffers[name][i].copy_(own[name])
-            for name, places_of in own_places.items():
-                if rows[name][i].data_ptr() != places_of[i]:  # It assigned to its ``data``.
+            for name, starts in memory.items():
+                if rows[name][i].data_ptr() != starts[i]:  # It assigned to its ``data``.
                     parameters[name].data[i] = rows[name][i].data
             if attributes is not None and attributes.changed():
                 self._part(i, attributes)
@@ -322,7 +321,7 @@ class StackedEnsemble(PlainKeys):
         def call(parameters: dict, buffers: dict, args: Any, kwargs: Any) -> Any:
             own = {**parameters, **buffers}
             with mapped_autocast(device), _without_fast_path():
-                out = _call(self.module, own, None, args, kwargs)
+                out = call_with(self.module, own, None, args, kwargs)
             if any(own[name] is not b for name, b in buffers.items()):
                 raise RuntimeError("a buffer was assigned, not updated in place")
             return out
@@ -349,9 +348,9 @@ class StackedEnsemble(PlainKeys):
                 return
             own = {name: t[0] for name, t in (*parameters.items(), *buffers.items())}
             a, k = _of_member(0, in_dims, args, kwargs)
-            member = functools.partial(_call, self.module, own, None)
+            member = functools.partial(call_with, self.module, own, None)
             alone = self._inputs.call(kind, member, a, k)
-            if (mapped := _dtypes(out)) != (expected := _dtypes(alone)):
+            if (mapped := dtypes(out)) != (expected := dtypes(alone)):
                 raise RuntimeError(f"autocast gives {mapped} where a member has {expected}")
 
         try:
@@ -426,58 +425,6 @@ class _Lock:
         self._lock.release()
 
 
-_Places = dict[str, tuple[dict[str, Any], str]]
-
-
-def _places(module: nn.Module) -> tuple[_Places, _Places]:
-    """Where modules hold their parameters and buffers: by name, once for each module that does.
-
-    Of a module under two names, functional_call would put back the wrong tensors.
-    """
-    parameters: _Places = {}
-    buffers: _Places = {}
-    for prefix, owner in module.named_modules():
-        for places, held in ((parameters, owner._parameters), (buffers, owner._buffers)):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    places[f"{prefix}.{name}" if prefix else name] = held, name
-    return parameters, buffers
-
-
-def _held(places: _Places) -> dict[str, Tensor]:
-    return {name: held[key] for name, (held, key) in places.items()}
-
-
-def _call(
-    module: nn.Module,
-    own: dict[str, Tensor],
-    places: _Places | None,
-    args: Any,
-    kwargs: Any,
-    convs: Sequence[nn.Conv2d] = (),
-) -> Any:
-    """Call a module with other tensors; what it assigns in their stead is then in ``own``.
-
-    With their places, in eager mode, at less cost than functional_call's, and with the faster way
-    to the gradients of ``convs``.
-    """
-    if places is None:
-        return functional_call(module, own, args, kwargs, tie_weights=False)
-    saved = [held[key] for held, key in places.values()]
-    try:
-        for name, (held, key) in places.items():
-            held[key] = own[name]
-        for conv in convs:
-            vars(conv)["_conv_forward"] = functools.partial(_small_maps.conv2d, conv)
-        return module(*args, **kwargs)
-    finally:
-        for conv in convs:
-            vars(conv).pop("_conv_forward", None)
-        for (name, (held, key)), tensor in zip(places.items(), saved, strict=True):
-            own[name] = held.get(key, own[name])
-            held[key] = tensor
-
-
 @contextlib.contextmanager
 def _without_fast_path() -> Iterator[None]:
     """No inference kernels in attention: mapped parameters look as if they needed no gradients."""
@@ -502,76 +449,9 @@ def _of_member(i: int, in_dims: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return pytree.tree_unflatten(own, spec)
 
 
-def _dtypes(outputs: Any) -> list[torch.dtype]:
-    return [t.dtype for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
-
-
-def stack_outputs(outputs: list[Any]) -> Any:
-    """Stack the members' outputs, tensor by tensor; what is no tensor has to be equal in all."""
-    if all(isinstance(out, Tensor) for out in outputs):
-        return torch.stack(outputs)
-    return pytree.tree_map(lambda *leaves: _stack(leaves), *outputs)
-
-
-def _stack(leaves: tuple) -> Any:
-    first = leaves[0]
-    if isinstance(first, Tensor):
-        return torch.stack(leaves)
-    plain = isinstance(first, (int, float, str, type(None)))
-    if plain and all(leaf == first for leaf in leaves):
-        return first
-    raise ValueError(
-        "expected outputs of tensors in tuples, lists and dicts, got "
-        f"{type(first).__name__}{' values that differ among the members' if plain else ''}"
-    )
-
-
 def _fork_rng(*tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager:
     devices = {t.device for d in tensors for t in d.values() if t.device.type == "cuda"}
     return torch.random.fork_rng(list(devices))
-
-
-def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What has to be the same in all members, by name."""
-    modules = dict(model.named_modules())
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    return {
-        "class": {name: type_before_parametrizations(m) for name, m in modules.items()},
-        "training mode": {name: m.training for name, m in modules.items()},
-        "shape": {name: tuple(t.shape) for name, t in tensors.items()},
-        "dtype": {name: t.dtype for name, t in tensors.items()},
-        "device": {name: t.device for name, t in tensors.items()},
-        "requires_grad": {name: t.requires_grad for name, t in tensors.items()},
-        "ties": {group[0]: group for group in names.values()},
-    }
-
-
-def _check_alike(models: list[nn.Module]) -> None:
-    if not models:
-        raise ValueError("expected at least one model to stack, got none")
-    for i, model in enumerate(models):
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"expected modules to stack, got {type(model).__name__} at {i}")
-        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-        lazy = [name for name, t in tensors if nn.parameter.is_lazy(t)]
-        if lazy:
-            raise ValueError(
-                f"expected tensors with shapes, got a lazy {lazy[0]} in model {i}; "
-                "call each model once before"
-            )
-    reference = _describe(models[0])
-    for i, model in enumerate(models[1:], 1):
-        for what, other in _describe(model).items():
-            expected = reference[what]
-            for name in expected.keys() | other.keys():
-                if expected.get(name) != other.get(name):
-                    raise ValueError(
-                        f"expected models of one {what}, but in {name or 'the model itself'} "
-                        f"model 0 has {expected.get(name)} and model {i} has {other.get(name)}"
-                    )
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
