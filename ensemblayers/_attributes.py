@@ -26,6 +26,7 @@ class Snapshot:
         modules = [] if torch.compiler.is_compiling() else model.modules()
         self._own = list(map(vars, modules))
         self._old = list(map(dict, self._own))
+        self._names = list(map(list, self._own))
         self._copies = [
             (k, name, copy.copy(value))
             for k, old in enumerate(self._old)
@@ -35,24 +36,24 @@ class Snapshot:
 
     def changed(self) -> bool:
         """Whether attributes, or their lists, dicts and sets, changed since."""
-        # In nearly all calls nothing did, which is quick to see.
-        same = list(map(len, self._own)) == list(map(len, self._old)) and all(
+        # In nearly all calls none was assigned, which is quick to see.
+        assigned = list(map(list, self._own)) != self._names or not all(
             map(operator.is_, _values(self._own), _values(self._old))
         )
-        if not same and any(map(_differ, map(_attributes, self._old), map(_attributes, self._own))):
-            return True
+        if assigned:
+            return any(map(_differ, self._before(), map(_attributes, self._own)))
         for k, name, old in self._copies:
-            new = self._own[k].get(name)
-            if (old or new) and _differ(old, new):
+            if _differ(old, self._own[k][name]):
                 return True
         return False
 
-    def changes(self) -> list[dict[str, Any]]:
-        """What is new or differs by now, module by module."""
-        return [
-            {k: v for k, v in _attributes(own).items() if k not in old or _differ(old[k], v)}
-            for own, old in zip(self._own, self._before(), strict=True)
-        ]
+    def changes(self) -> list[tuple[dict[str, Any], set[str]]]:
+        """What is new or differs by now, and the names that are gone, module by module."""
+        found = []
+        for own, old in zip(map(_attributes, self._own), self._before(), strict=True):
+            new = {k: v for k, v in own.items() if k not in old or _differ(old[k], v)}
+            found.append((new, old.keys() - own.keys()))
+        return found
 
     def restore(self) -> None:
         for own, old in zip(self._own, self._before(), strict=True):

@@ -26,7 +26,7 @@ def batched_layers(model: nn.Module, x: Tensor) -> list[nn.Module] | None:
         return None
     for layer in layers:
         if type(layer) is nn.Linear:
-            weight = layer._parameters["weight"]
+            weight = _tensor(layer, "weight")
             return layers if weight.is_cpu and weight.dtype == x.dtype else None
         if getattr(layer, "inplace", False):
             return None
@@ -50,11 +50,14 @@ def _collect(module: nn.Module, layers: list[nn.Module]) -> bool:
                 return False
         return True
     layers.append(module)
-    if kind is nn.Linear:
-        return "weight" in own["_parameters"] and "bias" in own["_parameters"]
     if kind is nn.Flatten:
         return (module.start_dim, module.end_dim) == (1, -1)
-    return kind in _ELEMENTWISE
+    return kind is nn.Linear or kind in _ELEMENTWISE
+
+
+def _tensor(layer: nn.Linear, name: str) -> Tensor | None:
+    found = layer._parameters.get(name)  # Faster than the attribute, which may be no parameter.
+    return getattr(layer, name) if found is None else found
 
 
 def run_batched(layers: list[nn.Module], x: Tensor, n: int, shared: bool) -> Tensor | None:
@@ -64,7 +67,7 @@ def run_batched(layers: list[nn.Module], x: Tensor, n: int, shared: bool) -> Ten
     """
     for layer in layers:
         if type(layer) is nn.Linear:
-            weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+            weight, bias = _tensor(layer, "weight"), _tensor(layer, "bias")
             if x.dim() + shared < 2 or x.shape[-1] != weight.shape[-1]:
                 return None
             x = functional.stacked_linear(x, weight, bias, shared=shared)

@@ -20,8 +20,8 @@ from ._transforms import has_tangents, is_recorded, transformed
 _FIRST = 2**63 - 1
 LARGE = 1 << 20  # Bytes from which on reuse pays.
 # By the leaf's id: a dictionary with weak keys is slow, in a step in which nothing is in the cache.
-_kept: dict[int, tuple[Callable, Any, Any]] = {}
-_NOTHING = (lambda: None), None, None
+_kept: dict[int, tuple[Callable, Any, Any, Any]] = {}
+_NOTHING = (lambda: None), None, None, None
 _is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -31,43 +31,50 @@ def gradient_memory(leaf: Tensor) -> Tensor:
 
     Its memory is that of the last such tensor, unless a tensor still uses that.
     """
-    key = id(leaf)
-    if leaf.nbytes < LARGE or not leaf.is_cpu or not leaf.is_leaf or _use_count is None:
+    key, size = id(leaf), leaf.nbytes
+    if size < LARGE or not leaf.is_cpu or not leaf.is_leaf or _use_count is None:
         return torch.empty_like(leaf)
+    if _dispatch_modes() or torch.is_inference_mode_enabled():
+        return torch.empty_like(leaf)  # Of a kind that is not to be kept.
+    layout = leaf.dtype, leaf.shape, leaf.stride()
     # Taken out while it is looked at: another thread's backward pass finds nothing here.
-    reference, kept, storage = _kept.pop(key, _NOTHING)
-    if reference() is not leaf or not _is_like(kept, leaf) or _holders(storage) != _unused():
+    reference, kept, kept_layout, storage = _kept.pop(key, _NOTHING)
+    if (
+        reference() is not leaf
+        or kept_layout != layout
+        or storage.nbytes() != size
+        or users(storage) != 2  # What is kept: a tensor and the storage.
+        or _references(storage) != _OWN
+        or storage.is_shared()
+    ):
         keep_small_blocks()
         kept = torch.empty_like(leaf)
         if kept.stride() != leaf.stride():  # Not dense: there is no layout to keep.
             return kept
         reference = weakref.ref(leaf, lambda _: _kept.pop(key, None))
         storage = kept.untyped_storage()
-    _kept[key] = reference, kept, storage
+    _kept[key] = reference, kept, layout, storage
     return kept.data
-
-
-def _is_like(kept: Tensor, leaf: Tensor) -> bool:
-    same = kept.dtype == leaf.dtype and kept.shape == leaf.shape
-    return same and kept.stride() == leaf.stride()
-
-
-def _holders(storage: torch.UntypedStorage) -> tuple[int, int | None, bool]:
-    """Who has a storage: Python's names, tensors and the Python object, other processes."""
-    return sys.getrefcount(storage), users(storage), storage.is_shared()
-
-
-@functools.cache
-def _unused() -> tuple[int, int | None, bool]:
-    """The holders of a storage that a tensor and a name have, as in the caller."""
-    kept = torch.empty(1, device="cpu")
-    storage = kept.untyped_storage()
-    return _holders(storage)
 
 
 def users(storage: torch.UntypedStorage) -> int | None:
     """How many tensors, and other holders, a storage has; None where torch does not say."""
     return None if _use_count is None else _use_count(storage._cdata)
+
+
+def _references(storage: torch.UntypedStorage) -> int:
+    """How many names a storage has; more if its tensor holds it, which torch's version decides."""
+    return sys.getrefcount(storage)
+
+
+def _own_references() -> int:
+    """As many as :func:`gradient_memory` finds where nobody else has the storage."""
+    kept = torch.empty(1, device="cpu")
+    storage = kept.untyped_storage()
+    return _references(storage)
+
+
+_OWN = _own_references()  # Now, as nobody looks on.
 
 
 @functools.cache

@@ -28,8 +28,12 @@ def layers(model: nn.Module) -> list[nn.Conv2d]:
         and m.padding_mode == "zeros"
         and all(map(_is_pair, (m.stride, m.padding, m.dilation)))
         and "_conv_forward" not in vars(m)
-        and m.weight.nbytes >= LARGE  # Others have no place.
+        and _is_large(m._parameters.get("weight"))  # Others have no place.
     ]
+
+
+def _is_large(weight: Tensor | None) -> bool:
+    return weight is not None and weight.nbytes >= LARGE
 
 
 def _is_pair(option: object) -> bool:  # After construction, others may be assigned.

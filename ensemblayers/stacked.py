@@ -241,10 +241,11 @@ class StackedEnsemble(PlainKeys):
         return self.strategy == "vmap" or (first is not None and first.device.type != "cpu")
 
     def _first_tensor(self) -> Tensor | None:
-        for m in self.module.modules():  # Faster than parameters() and buffers().
-            for tensor in (*m._parameters.values(), *m._buffers.values()):
-                if tensor is not None:
-                    return tensor
+        for kind in ("_parameters", "_buffers"):  # Faster than parameters() and buffers().
+            for module in self.module.modules():
+                for tensor in vars(module)[kind].values():
+                    if tensor is not None:
+                        return tensor
         return None
 
     def _batched(self, args: Any, kwargs: Any, shared: bool) -> Tensor | None:
@@ -253,8 +254,7 @@ class StackedEnsemble(PlainKeys):
         if not isinstance(args[0], Tensor) or not args[0].is_cpu:
             return None
         x, module = args[0], self._modules["module"]  # Faster than by its name.
-        if not shared:
-            self._in_dim(x, shared)
+        self._in_dim(x, shared)
         layers = batched_layers(module, x)
         return None if layers is None else run_batched(layers, x, self.n, shared)
 
@@ -305,8 +305,10 @@ class StackedEnsemble(PlainKeys):
         changes = before.changes()
         before.restore()
         self._skeletons = [_skeleton(self.module) for _ in range(self.n)]
-        for module, changed in zip(self._skeletons[i].modules(), changes, strict=True):
-            vars(module).update(changed)
+        for module, (new, gone) in zip(self._skeletons[i].modules(), changes, strict=True):
+            vars(module).update(new)
+            for name in gone:
+                del vars(module)[name]
         self._why_loop = self._why_loop or "an attribute was assigned"
 
     def _vmap(self, in_dims: Any, args: Any, kwargs: Any) -> Any:

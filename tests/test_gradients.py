@@ -10,6 +10,8 @@ from io import BytesIO
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ensemblayers as el
 from ensemblayers import _gradients
@@ -49,6 +51,46 @@ def test_memory_that_is_held_as_a_storage_or_by_another_process_is_left_alone():
         del second, held
 
 
+def test_memory_whose_storage_was_freed_is_not_taken():
+    p = leaf()
+    gradient_memory(p).untyped_storage().resize_(0)
+    assert gradient_memory(p).zero_().shape == p.shape
+
+
+class Keep(TorchDispatchMode):
+    """Holds what operations return, as loggers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.kept.append(out)
+        return out
+
+
+@pytest.mark.parametrize(
+    "around",
+    [Keep, torch.inference_mode, lambda: FakeTensorMode(allow_non_fake_inputs=True)],
+    ids=["dispatch", "inference", "fake"],
+)
+def test_what_surrounds_one_backward_pass_leaves_nothing_to_the_next(around):
+    ensemble, x = el.StackedEnsemble([nn.Linear(512, 512) for _ in range(3)]), torch.randn(4, 512)
+    weight = ensemble.module.weight
+    y = ensemble(x).sum()
+    with around():
+        y.backward()
+    ensemble.zero_grad()
+    ensemble(x).sum().backward()
+    first = weight.grad
+    assert type(first) is torch.Tensor and not first.is_inference()
+    kept = first.clone()
+    ensemble.zero_grad()
+    ensemble(2 * x).sum().backward()
+    assert torch.equal(first, kept) and torch.allclose(weight.grad, 2 * first)
+
+
 FAULTS = """
 import resource
 import torch
@@ -86,8 +128,8 @@ def test_memory_has_the_leafs_layout_and_dtype():
 
 
 def test_memory_goes_with_its_leaf():
-    p = leaf()
-    before = len(_gradients._kept)
+    gc.collect()
+    p, before = leaf(), len(_gradients._kept)
     gradient_memory(p)
     assert len(_gradients._kept) == before + 1
     del p
@@ -125,7 +167,7 @@ def test_a_members_gradients_are_stored_before_the_next_members():
         y.register_hook(lambda g: events.append(sum(map(stored, places))))
 
     def stored(p):
-        _, kept, _ = _gradients._kept.get(id(p), _gradients._NOTHING)
+        kept = _gradients._kept.get(id(p), _gradients._NOTHING)[1]
         rows = torch.full((3, 1), torch.nan) if kept is None else kept
         return sum(not row.isnan().any() for row in rows)
 

@@ -72,7 +72,9 @@ class _Linear(torch.autograd.Function):
 def _joint(grad: Tensor) -> Tensor:
     """Of ``[n, B, out]`` the rows ``[B, n * out]`` of one layer with all members' outputs."""
     n, rows, out = grad.shape
-    return grad.transpose(0, 1).reshape(rows, n * out)  # is_grads_batched knows no flatten.
+    return grad.transpose(0, 1).reshape(
+        rows, n * out
+    )  # The vmap of is_grads_batched has no flatten.
 
 
 def _in_cpp(grad: Tensor, x: Tensor, d_weight: Tensor) -> bool:
@@ -94,9 +96,15 @@ def _in_cpp(grad: Tensor, x: Tensor, d_weight: Tensor) -> bool:
 
 
 def _write(grad: Tensor, x: Tensor, d_weight: Tensor) -> None:
-    members = zip(grad, x, d_weight, strict=True)
-    for g, rows, out in [(_joint(grad), x, d_weight.flatten(0, 1))] if x.dim() == 2 else members:
-        g, rows, out = (t.contiguous()[..., None, None] for t in (g, rows, out))
-        torch.ops.ensemblayers.conv2d_weight_gradient.default(
-            g, rows, out, stride=[1, 1], padding=[0, 0], dilation=[1, 1]
-        )
+    if x.dim() == 2:
+        _write_one(_joint(grad), x, d_weight.flatten(0, 1))
+    else:
+        for i in range(len(grad)):
+            _write_one(grad[i], x[i], d_weight[i])
+
+
+def _write_one(grad: Tensor, x: Tensor, d_weight: Tensor) -> None:
+    grad, x, d_weight = (t.contiguous()[..., None, None] for t in (grad, x, d_weight))
+    torch.ops.ensemblayers.conv2d_weight_gradient.default(
+        grad, x, d_weight, stride=[1, 1], padding=[0, 0], dilation=[1, 1]
+    )

@@ -66,6 +66,17 @@ def test_batched_dropout_is_each_members_own():
         assert set(own.unique().tolist()) == {0, 2} and 120 < own.count_nonzero() < 280
 
 
+def test_a_weight_that_is_no_parameter():
+    nets = [nn.Linear(4, 3) for _ in range(3)]
+    ensemble, x = el.StackedEnsemble(nets), torch.randn(5, 4)
+    weight = 2 * ensemble.module.weight
+    del ensemble.module.weight
+    ensemble.module.weight = weight
+    torch.testing.assert_close(
+        ensemble(x), torch.stack([nn.functional.linear(x, 2 * n.weight, n.bias) for n in nets])
+    )
+
+
 class Loud(nn.Linear):
     def forward(self, x):
         return super().forward(x) + 100

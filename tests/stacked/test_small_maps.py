@@ -324,6 +324,31 @@ def test_options_that_are_assigned(option, value):
     assert_members(ensemble, torch.randn(N, 4, 128, 3, 3))
 
 
+class OwnWeight(nn.Module):
+    """Has its convolution's weight under another name, as code does that computes weights."""
+
+    def __init__(self, remove):
+        super().__init__()
+        self.conv = nn.Conv2d(128, 256, 3, padding=1)
+        self.kernel, self.remove = nn.Parameter(self.conv.weight.detach()), remove
+        self.conv.weight = None
+        if remove:
+            del self.conv.weight
+
+    def forward(self, x):
+        if self.remove:
+            self.conv.weight = 2 * self.kernel
+            y = self.conv(x)
+            del self.conv.weight
+            return y
+        return self.conv._conv_forward(x, 2 * self.kernel, self.conv.bias)
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_convolutions_without_a_weight(remove):
+    assert_members(el.to_stacked(OwnWeight(remove), n=N), torch.randn(N, 4, 128, 2, 2))
+
+
 def test_other_code_for_all_convolutions_holds(given, monkeypatch, ensemble):
     plain = nn.Conv2d._conv_forward
     x = torch.randn(4, 128, 2, 2)
