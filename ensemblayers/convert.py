@@ -278,6 +278,11 @@ def member(model: nn.Module, i: int) -> nn.Module:
     check_outermost(model)
     if any(isinstance(m, BatchEnsembleLayer) for m in model.modules()):
         return _batch_ensemble_member(model, i)
+    if not any(isinstance(m, SubspaceLayer) for m in model.modules()):
+        raise ValueError(
+            "expected an ensemble (subspace or BatchEnsemble layers, or a StackedEnsemble), "
+            f"got {type(model).__name__}"
+        )
     vertex_count(model)
     return _at_points(model, lambda point, like: point.vertex(i, like))
 

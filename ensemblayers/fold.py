@@ -7,7 +7,12 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._module import check_module, copy_module
-from .batch_ensemble import BatchEnsemble, BatchEnsembleLayer, BatchEnsembleLinear
+from .batch_ensemble import (
+    BatchEnsemble,
+    BatchEnsembleLayer,
+    BatchEnsembleLinear,
+    batch_ensemble_size,
+)
 from .batch_ensemble_norm import BatchEnsembleNorm, scale_and_shift
 
 
@@ -34,7 +39,8 @@ def fold_norms(model: nn.Module) -> nn.Module:
         A copy, for evaluation only: its batch statistics are constants.
 
     Raises:
-        ValueError: a model in training mode.
+        ValueError: a model without BatchEnsemble layers, in training mode, or that torch.fx can't
+            trace.
 
     >>> from ensemblayers import to_batch_ensemble
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -42,6 +48,7 @@ def fold_norms(model: nn.Module) -> nn.Module:
     Identity()
     """
     check_module(model)
+    batch_ensemble_size(model)
     if any(m.training for m in model.modules()):
         raise ValueError("expected a model in evaluation mode, got one in training; call .eval()")
     folded = copy_module(model)
@@ -83,7 +90,10 @@ def _pairs(model: nn.Module) -> list[tuple[str, str]]:
         except Exception as caught:  # As many kinds as there is code.
             error = caught
     if not found and error:
-        raise error
+        kind = type(model).__name__
+        raise ValueError(
+            f"expected a model that torch.fx can trace, got {kind}: {error}"
+        ) from error
     return [pair for pair in found[0] if all(pair in other for other in found)]
 
 

@@ -47,6 +47,20 @@ def plain_scale(x: Tensor, scale: Tensor, shift: Tensor | None, members: Tensor 
     return out.flatten(0, 1)
 
 
+def _scale_by_rows(
+    x: Tensor, scale: Tensor, shift: Tensor | None, members: Tensor | None
+) -> Tensor:
+    """As :func:`plain_scale`, with x as it is: Inductor can't order a fold's dynamic strides."""
+
+    def rows(factors: Tensor) -> Tensor:
+        folded, factors = _folded(x, factors)
+        return factors.expand(*folded.shape[:3], *factors.shape[3:]).flatten(0, 1).to(x.dtype)
+
+    scale, shift = of_groups(members, scale, shift)
+    out = x * rows(scale)
+    return out if shift is None else out + rows(shift)
+
+
 def _folded(x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """x as ``[groups, b, channels, *space]``, and factors ``[groups, channels]`` to broadcast."""
     # An empty batch leaves no -1 to infer.
@@ -128,7 +142,9 @@ fused_scale = differentiable(
 
 def scale(x: Tensor, scale: Tensor, shift: Tensor | None, members: Tensor | None) -> Tensor:
     """As :func:`plain_scale`, by the Triton kernels where they can run and pay."""
-    if torch.compiler.is_compiling() or not _triton.takes(x, scale, shift):
+    if torch.compiler.is_compiling():
+        return _scale_by_rows(x, scale, shift, members)
+    if not _triton.takes(x, scale, shift):
         return plain_scale(x, scale, shift, members)
     if _triton.takes_index(members, x):
         return fused_scale(x, scale, shift, members)

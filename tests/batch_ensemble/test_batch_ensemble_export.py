@@ -35,6 +35,19 @@ def test_compiled_training_has_the_gradients_of_eager_training():
     torch.testing.assert_close(*results)
 
 
+def test_inductor_takes_images_of_any_size():
+    torch._dynamo.reset()
+    layer = el.BatchEnsembleConv2d(3, 4, 3, n=2)
+    compiled = torch.compile(layer, dynamic=True)
+    for size in (10, 13):
+        x = torch.randn(8, 3, size, size)
+        results = []
+        for call in (layer, compiled):
+            y = call(x)
+            results.append([y, *torch.autograd.grad(y.sin().sum(), list(layer.parameters()))])
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_export_with_any_number_of_rows(training, recorded):

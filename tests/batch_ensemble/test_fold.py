@@ -84,6 +84,28 @@ def test_training_is_refused():
         el.fold_norms(model.train())
 
 
+class Undecided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = el.BatchEnsembleLinear(4, 3, n=2)
+
+    def forward(self, x):
+        return self.layer(x if x.sum() > 0 else -x)
+
+
+@pytest.mark.parametrize(
+    "model, match",
+    [
+        (nn.Linear(4, 3), "BatchEnsemble layers of one n, got none"),
+        (el.to_stacked(nn.Linear(4, 3), n=2), "BatchEnsemble layers of one n, got none"),
+        (el.BatchEnsemble(Undecided()), "torch.fx can trace, got Undecided: .*control flow"),
+    ],
+)
+def test_models_that_cannot_be_folded_are_refused(model, match):
+    with pytest.raises(ValueError, match=match):
+        el.fold_norms(model.eval())
+
+
 def test_a_norm_over_another_dimension_than_the_layers_is_refused():
     """BatchNorm1d takes the channels of [rows, C, L] from C, a linear layer puts its own in L."""
     model = el.to_batch_ensemble(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)), n=2).eval()

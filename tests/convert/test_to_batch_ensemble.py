@@ -392,6 +392,7 @@ def test_what_is_no_logits(call, logits, match):
         (lambda: el.to_batch_ensemble(nn.Linear(2, 2), n=2, init="one"), "'one'"),
         (lambda: el.to_batch_ensemble(nn.Linear(2, 2), n=2, train="all"), "'all'"),
         (lambda: el.member(el.to_batch_ensemble(nn.Linear(2, 2), n=2), 2), r"0\.\.1, got 2"),
+        (lambda: el.member(nn.Linear(2, 2), 0), r"an ensemble \(.*\), got Linear"),
         (
             lambda: el.member(nn.Sequential(el.to_batch_ensemble(nn.Linear(2, 2), n=2)), 0),
             "Sequential that holds a BatchEnsemble as '0'",
