@@ -72,9 +72,8 @@ class _Linear(torch.autograd.Function):
 def _joint(grad: Tensor) -> Tensor:
     """Of ``[n, B, out]`` the rows ``[B, n * out]`` of one layer with all members' outputs."""
     n, rows, out = grad.shape
-    return grad.transpose(0, 1).reshape(
-        rows, n * out
-    )  # The vmap of is_grads_batched has no flatten.
+    # Not flatten, which the vmap of is_grads_batched doesn't have.
+    return grad.transpose(0, 1).reshape(rows, n * out)
 
 
 def _in_cpp(grad: Tensor, x: Tensor, d_weight: Tensor) -> bool:
