@@ -4,10 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-
-def transformed() -> bool:
-    """Whether a transform of torch.func is at work."""
-    return torch._C._are_functorch_transforms_active()
+transformed = torch._C._are_functorch_transforms_active  # Whether one of torch.func is at work.
 
 
 def has_tangents() -> bool:

@@ -253,9 +253,10 @@ class StackedEnsemble(PlainKeys):
             return None
         if not isinstance(args[0], Tensor) or not args[0].is_cpu:
             return None
-        x, module = args[0], self._modules["module"]  # Faster than by its name.
-        self._in_dim(x, shared)
-        layers = batched_layers(module, x)
+        x = args[0]
+        if not shared:
+            self._in_dim(x, shared)
+        layers = batched_layers(self._modules["module"], x)  # Faster than the attribute.
         return None if layers is None else run_batched(layers, x, self.n, shared)
 
     def _loop(self, in_dims: Any, args: Any, kwargs: Any) -> Any:

@@ -61,6 +61,45 @@ def test_the_gradients_are_those_of_double_precision(n, rows, inner, outer, shar
     assert written == [(n, outer, inner)] * 2
 
 
+@pytest.fixture
+def apart(monkeypatch):
+    """The kinds of products that were computed one by one, on three threads."""
+    found, before = [], torch.get_num_threads()
+    one_by_one = op._one_by_one
+
+    def note(x, weight):
+        found.append(one_by_one(x, weight))
+        return found[-1]
+
+    monkeypatch.setattr(op, "_one_by_one", note)
+    torch.set_num_threads(3)
+    yield found
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("n, rows", [(1, 64), (2, 64), (2, 63), (3, 64), (4, 300)])
+def test_threads_that_would_idle_take_products_one_by_one(n, rows, shared, bias, dtype, apart):
+    x, weight, shift = (t.detach() for t in tensors(n, rows, 512, 256, shared))
+    own = [t.to(dtype).requires_grad_() for t in ((x, weight, shift) if bias else (x, weight))]
+    y = stacked_linear(*own, shared=shared)
+    g = torch.randn_like(y)
+    found = torch.autograd.grad(y, own, g)
+    assert apart == [n % 3 != 0 and rows >= 64 and dtype != torch.bfloat16]
+    if dtype == torch.bfloat16:
+        return
+    zero = torch.zeros_like(shift)
+    wanted = exact([x, weight, own[2] if bias else zero], g, shared)
+    for d, e in zip(found, wanted, strict=False):
+        assert rms_error(d, e) < BOUND
+    with torch.no_grad():
+        assert torch.equal(stacked_linear(*own, shared=shared), y)
+    z = x.double() @ weight.double().mT + (shift.double()[:, None] if bias else 0)
+    assert rms_error(y, z) < BOUND
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_large_weights_few_rows_and_float32_only(shared, written, monkeypatch):
     monkeypatch.setattr(op, "LARGE_WEIGHT", 8 << 20)
