@@ -121,10 +121,16 @@ def test_memory_has_the_leafs_layout_and_dtype():
             assert out.shape == p.shape and out.dtype == p.dtype
             assert out.stride() == torch.empty_like(p).stride()
     p = leaf()
+    own = torch.randn(SHAPE)
+    for data in (own.repeat(1, 2, 1), own, own.view(6, 256, 256), own.mT.contiguous().mT):
+        gradient_memory(p)
+        p.data = data
+        out = gradient_memory(p)
+        assert out.shape == data.shape and out.stride() == data.stride()
+    p = own.to(torch.complex64)[:, :256].contiguous().requires_grad_()
     gradient_memory(p)
-    with torch.no_grad():
-        p.data = torch.randn(3, 1024, 256)
-    assert gradient_memory(p).shape == (3, 1024, 256)
+    p.data = torch.randn(3, 256, 256, dtype=torch.float64)
+    assert gradient_memory(p).dtype == torch.float64
 
 
 def test_memory_goes_with_its_leaf():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from errors import rms_error
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,11 +28,6 @@ def written(monkeypatch):
     monkeypatch.setattr(op, "_write", note)
     monkeypatch.setattr(op, "LARGE_WEIGHT", 0)
     return shapes
-
-
-def rms_error(found, expected):
-    expected = expected.double()
-    return ((found.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
 
 
 def tensors(n, rows, inner, outer, shared):
@@ -132,12 +128,17 @@ def test_strided_inputs_and_gradients(shared, written):
     assert len(written) == 2
 
 
-def test_a_permuted_weights_gradient_has_its_layout(written):
-    weight = torch.randn(3, 64, 48).mT.requires_grad_()
-    x = torch.randn(8, 64)
-    stacked_linear(x, weight, shared=True).sum().backward()
-    assert weight.grad.stride() == weight.stride() and not written
-    assert torch.allclose(weight.grad, x.sum(0).expand_as(weight), atol=1e-5)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("n, rows", [(3, 8), (2, 64)])
+def test_a_permuted_weights_gradient_has_its_layout(n, rows, shared, written, apart):
+    x, weight, _ = tensors(n, rows, 512, 256, shared)
+    weight = weight.detach().mT.contiguous().mT.requires_grad_()
+    y = stacked_linear(x, weight, shared=shared)
+    g = torch.randn_like(y)
+    y.backward(g)
+    assert weight.grad.stride() == weight.stride() and not written and apart == [n == 2]
+    wanted = exact([x, weight, torch.zeros(n, 256)], g, shared)
+    assert rms_error(x.grad, wanted[0]) < BOUND and rms_error(weight.grad, wanted[1]) < BOUND
 
 
 def test_only_what_is_needed_is_computed(written):

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from errors import rms_error
 from torch import nn
 
 import ensemblayers as el
@@ -31,11 +32,6 @@ def given(monkeypatch):
 @pytest.fixture
 def ensemble():
     return el.to_stacked(nn.Sequential(nn.Conv2d(128, 256, 3, padding=1), nn.Tanh()), n=N)
-
-
-def rms_error(found, expected):
-    expected = expected.double()
-    return ((found.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
 
 
 def assert_members(ensemble, x, derivatives=torch.autograd.grad):
