@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from errors import rms_error
 
 from ensemblayers.functional import mix
 from ensemblayers.ops import native
@@ -18,11 +19,6 @@ def route(request, monkeypatch):
     return request.param
 
 
-def relative(found, expected):
-    """Root mean square error, relative to the expected values'."""
-    return ((found.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
-
-
 @pytest.mark.parametrize("n", [1, 3, 9])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_large_stack_is_mixed_as_precisely_as_its_dtype_allows(route, dtype, n):
@@ -32,7 +28,7 @@ def test_a_large_stack_is_mixed_as_precisely_as_its_dtype_allows(route, dtype, n
     found = mix(stacked, alpha)
     assert found.dtype == dtype and found.shape == SHAPE[1:]
     # One rounding of the result; the sum itself has alpha's precision.
-    assert relative(found, expected) <= 0.6 * torch.finfo(dtype).eps
+    assert rms_error(found, expected) <= 0.6 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("leaf", [True, False])
@@ -46,7 +42,7 @@ def test_gradients_of_a_large_stack(route, dtype, leaf):
     g, tolerance = grad.double(), 0.6 * torch.finfo(dtype).eps
     outer = alpha.detach().double().view(3, 1, 1) * g
     products = (stacked.detach().double() * g).sum((1, 2))
-    assert relative(d_stacked, outer) <= tolerance
+    assert rms_error(d_stacked, outer) <= tolerance
     assert d_alpha.dtype == alpha.dtype
     # Sums of half a million terms of either sign, in alpha's precision.
     torch.testing.assert_close(d_alpha.double(), products, rtol=1e-4, atol=1e-2)
