@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from ._transforms import has_tangents, is_recorded, transformed
 
@@ -97,7 +98,8 @@ def is_eager(*tensors: Tensor | None) -> bool:
     if is_compiling() or _is_tracing() or _dispatch_modes() or transformed() or has_tangents():
         return False
     for t in tensors:
-        if t is not None and type(t) not in _PLAIN:
+        kind = type(t)
+        if kind is not Parameter and kind is not Tensor and t is not None:
             return False
     return True
 
@@ -114,9 +116,6 @@ def records(*tensors: Tensor | None) -> bool:
 def writes_gradients(*tensors: Tensor | None) -> bool:
     """Whether gradients are recorded that may be written straight into memory."""
     return records(*tensors) and is_eager(*tensors)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def unbind(stacked: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Stacked linear layers: the weight's gradient of a product in C++."""
+"""Stacked linear layers: products in parts, and the weight's gradient of a product in C++."""
 
 import pytest
 import torch
@@ -58,16 +58,16 @@ def test_the_gradients_are_those_of_double_precision(n, rows, inner, outer, shar
 
 
 @pytest.fixture
-def apart(monkeypatch):
-    """The kinds of products that were computed one by one, on three threads."""
+def parts(monkeypatch):
+    """Whether each layer's products were computed in parts, on three threads."""
     found, before = [], torch.get_num_threads()
-    one_by_one = op._one_by_one
+    has_parts = op._has_parts
 
     def note(x, weight):
-        found.append(one_by_one(x, weight))
+        found.append(has_parts(x, weight))
         return found[-1]
 
-    monkeypatch.setattr(op, "_one_by_one", note)
+    monkeypatch.setattr(op, "_has_parts", note)
     torch.set_num_threads(3)
     yield found
     torch.set_num_threads(before)
@@ -77,13 +77,13 @@ def apart(monkeypatch):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("n, rows", [(1, 64), (2, 64), (2, 63), (3, 64), (4, 300)])
-def test_threads_that_would_idle_take_products_one_by_one(n, rows, shared, bias, dtype, apart):
+def test_threads_that_would_idle_share_a_product(n, rows, shared, bias, dtype, parts):
     x, weight, shift = (t.detach() for t in tensors(n, rows, 512, 256, shared))
     own = [t.to(dtype).requires_grad_() for t in ((x, weight, shift) if bias else (x, weight))]
     y = stacked_linear(*own, shared=shared)
     g = torch.randn_like(y)
     found = torch.autograd.grad(y, own, g)
-    assert apart == [n % 3 != 0 and rows >= 64 and dtype != torch.bfloat16]
+    assert parts == [n % 3 != 0 and rows >= 64 and dtype != torch.bfloat16]
     if dtype == torch.bfloat16:
         return
     zero = torch.zeros_like(shift)
@@ -94,6 +94,16 @@ def test_threads_that_would_idle_take_products_one_by_one(n, rows, shared, bias,
         assert torch.equal(stacked_linear(*own, shared=shared), y)
     z = x.double() @ weight.double().mT + (shift.double()[:, None] if bias else 0)
     assert rms_error(y, z) < BOUND
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_dtypes_are_not_mixed(n, name, grad, parts):
+    own = dict(zip(("x", "weight", "bias"), tensors(n, 64, 512, 256, True), strict=True))
+    own[name] = own[name].detach().double().requires_grad_()
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="dtype|scalar type"):
+        stacked_linear(**own, shared=True)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -130,13 +140,13 @@ def test_strided_inputs_and_gradients(shared, written):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("n, rows", [(3, 8), (2, 64)])
-def test_a_permuted_weights_gradient_has_its_layout(n, rows, shared, written, apart):
+def test_a_permuted_weights_gradient_has_its_layout(n, rows, shared, written, parts):
     x, weight, _ = tensors(n, rows, 512, 256, shared)
     weight = weight.detach().mT.contiguous().mT.requires_grad_()
     y = stacked_linear(x, weight, shared=shared)
     g = torch.randn_like(y)
     y.backward(g)
-    assert weight.grad.stride() == weight.stride() and not written and apart == [n == 2]
+    assert weight.grad.stride() == weight.stride() and not written and parts == [n == 2]
     wanted = exact([x, weight, torch.zeros(n, 256)], g, shared)
     assert rms_error(x.grad, wanted[0]) < BOUND and rms_error(weight.grad, wanted[1]) < BOUND
 
