@@ -47,21 +47,21 @@ def _in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = (x if bias is None else bias).new_empty(weight.shape[0], x.shape[-2], weight.shape[1])
     if bias is not None:
         y.copy_(bias.unsqueeze(1))
-    _multiply(_each(x, weight), weight.mT, y, beta=int(bias is not None))
+    _multiply(x, weight.mT, y, beta=int(bias is not None))
     return y
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> None:
-    """Set ``out`` to beta times itself and n products.
+    """Set ``out`` to beta times itself and n products, of one a if that has two dimensions.
 
     As many as divide by the threads are one batched product, the others follow one by one.
     """
-    n = len(out)
+    n, one = out.shape[0], a.dim() == 2
     k = n - n % torch.get_num_threads()
     if k:
-        out[:k].baddbmm_(a[:k], b[:k], beta=beta)
+        out[:k].baddbmm_(a.expand(k, *a.shape) if one else a[:k], b[:k], beta=beta)
     for i in range(k, n):
-        out[i].addmm_(a[i], b[i], beta=beta)
+        out[i].addmm_(a if one else a[i], b[i], beta=beta)
 
 
 def _has_parts(x: Tensor, weight: Tensor) -> bool:
