@@ -6,6 +6,8 @@ is not, into memory that is kept. That of a large weight is computed on a CPU in
 writes past the caches, which would read first what is overwritten.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -95,9 +97,10 @@ class _Linear(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad
         recorded = is_recorded(grad)
         in_parts = ctx.in_parts and not recorded
+        joint = functools.cache(lambda: _joint(grad))  # A copy: once, if at all.
         d_x = d_weight = None
         if of_x and x.dim() == 2:  # One product sums over the members.
-            d_x = _joint(grad) @ weight.flatten(0, 1)
+            d_x = joint() @ weight.flatten(0, 1)
         elif of_x and in_parts:
             d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
             _multiply(grad, weight, d_x)
@@ -108,9 +111,9 @@ class _Linear(torch.autograd.Function):
         elif of_weight:
             d_weight = gradient_memory(weight)
             if _in_cpp(grad, x, d_weight):
-                _write(grad, x, d_weight)
+                _write(joint() if x.dim() == 2 else grad, x, d_weight)
             elif in_parts and x.dim() == 2 and d_weight.is_contiguous():
-                torch.mm(_joint(grad).T, x, out=d_weight.flatten(0, 1))
+                torch.mm(joint().T, x, out=d_weight.flatten(0, 1))
             elif in_parts:
                 _multiply(grad.mT, _each(x, weight), d_weight)
             else:
@@ -144,11 +147,12 @@ def _in_cpp(grad: Tensor, x: Tensor, d_weight: Tensor) -> bool:
 
 
 def _write(grad: Tensor, x: Tensor, d_weight: Tensor) -> None:
+    """The weight's gradient of ``[n, B, out]``, or of the joint ``[B, n * out]``, in C++."""
     if x.dim() == 2:
-        _write_one(_joint(grad), x, d_weight.flatten(0, 1))
+        _write_one(grad, x, d_weight.flatten(0, 1))
     else:
-        for i in range(len(grad)):
-            _write_one(grad[i], x[i], d_weight[i])
+        for own in zip(grad, x, d_weight, strict=True):
+            _write_one(*own)
 
 
 def _write_one(grad: Tensor, x: Tensor, d_weight: Tensor) -> None:

@@ -102,7 +102,7 @@ def test_threads_that_would_idle_share_a_product(n, rows, shared, bias, dtype, p
 def test_dtypes_are_not_mixed(n, name, grad, parts):
     own = dict(zip(("x", "weight", "bias"), tensors(n, 64, 512, 256, True), strict=True))
     own[name] = own[name].detach().double().requires_grad_()
-    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="dtype|scalar type"):
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=r"dtype|scalar type"):
         stacked_linear(**own, shared=True)
 
 
