@@ -6,8 +6,6 @@ is not, into memory that is kept. That of a large weight is computed on a CPU in
 writes past the caches, which would read first what is overwritten.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -54,9 +52,14 @@ def _in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> None:
-    """Set ``out`` to beta times itself and n products, of one a if that has two dimensions.
+    """Set ``out`` to beta times itself plus n products.
 
-    As many as divide by the threads are one batched product, the others follow one by one.
+    The largest multiple of the number of threads is one batched product, the others follow one by
+    one.
+
+    Shape:
+        - a: ``[n, rows, inner]``, or ``[rows, inner]`` for all
+        - b: ``[n, inner, columns]``, out: ``[n, rows, columns]``
     """
     n, one = out.shape[0], a.dim() == 2
     k = n - n % torch.get_num_threads()
@@ -69,14 +72,17 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> None:
 def _has_parts(x: Tensor, weight: Tensor) -> bool:
     """Whether :func:`_multiply` is faster than one batched product.
 
-    In that each thread takes whole members, and some wait for the last. Measured on two threads for
-    n = 3 and 5, 256 x 256 to 2048 x 2048 weights and 10 to 1024 rows: 0.77 to 1.06 of its time, but
-    with less work up to 1.8.
+    In a batched product each thread takes whole members, and some threads wait for the last ones.
+    Measured on two threads for n = 3 and 5, 256 x 256 to 2048 x 2048 weights and 10 to 1024 rows:
+    0.77 to 1.1 of its time, but with less work up to 1.8.
     """
-    (n, out, inner), rows = weight.shape, x.shape[-2]
-    if n % torch.get_num_threads() == 0 or rows * out * inner < LEAST_WORK:
+    n = weight.shape[0]
+    idle = -n % torch.get_num_threads()
+    if 8 * idle <= n + idle or x.shape[-2] * weight.numel() < LEAST_WORK * n:
         return False
-    return x.is_cpu and x.dtype in (torch.float32, torch.float64)
+    if x.dim() == 3 and x.shape[0] != n:  # The batched product has the error.
+        return False
+    return weight.is_cpu and x.dtype in (torch.float32, torch.float64)
 
 
 def _each(x: Tensor, weight: Tensor) -> Tensor:
@@ -88,41 +94,44 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        ctx.in_parts = _has_parts(x, weight)
-        return (_in_parts if ctx.in_parts else _product)(x, weight, bias)
+        return (_in_parts if _has_parts(x, weight) else _product)(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        recorded = is_recorded(grad)
-        in_parts = ctx.in_parts and not recorded
-        joint = functools.cache(lambda: _joint(grad))  # A copy: once, if at all.
-        d_x = d_weight = None
-        if of_x and x.dim() == 2:  # One product sums over the members.
-            d_x = joint() @ weight.flatten(0, 1)
+        shared, recorded = x.dim() == 2, is_recorded(grad)
+        in_parts = not recorded and is_eager(grad) and _has_parts(x, weight)
+        d_x = d_weight = joint = None
+        if of_weight and not recorded:
+            d_weight = gradient_memory(weight)
+        in_cpp = d_weight is not None and _in_cpp(grad, x, d_weight)
+        if shared and (of_x or in_parts or in_cpp):
+            joint = _joint(grad)
+
+        if of_x and shared:  # One product sums over the members.
+            d_x = joint @ weight.flatten(0, 1)
         elif of_x and in_parts:
             d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
             _multiply(grad, weight, d_x)
         elif of_x:
             d_x = torch.bmm(grad, weight)
+
         if of_weight and recorded:
             d_weight = torch.bmm(grad.mT, _each(x, weight))
+        elif in_cpp:
+            _write(joint if shared else grad, x, d_weight)
+        elif of_weight and in_parts and shared and d_weight.is_contiguous():
+            torch.mm(joint.T, x, out=d_weight.flatten(0, 1))
+        elif of_weight and in_parts:
+            _multiply(grad.mT, _each(x, weight), d_weight)
         elif of_weight:
-            d_weight = gradient_memory(weight)
-            if _in_cpp(grad, x, d_weight):
-                _write(joint() if x.dim() == 2 else grad, x, d_weight)
-            elif in_parts and x.dim() == 2 and d_weight.is_contiguous():
-                torch.mm(joint().T, x, out=d_weight.flatten(0, 1))
-            elif in_parts:
-                _multiply(grad.mT, _each(x, weight), d_weight)
-            else:
-                torch.bmm(grad.mT, _each(x, weight), out=d_weight)
+            torch.bmm(grad.mT, _each(x, weight), out=d_weight)
         return d_x, d_weight, grad.sum(1) if of_bias else None
 
 
 def _joint(grad: Tensor) -> Tensor:
-    """Of ``[n, B, out]`` the rows ``[B, n * out]`` of one layer with all members' outputs."""
+    """A copy of ``[n, B, out]``: rows ``[B, n * out]`` of one layer with all members' outputs."""
     n, rows, out = grad.shape
     # Not flatten, which the vmap of is_grads_batched doesn't have.
     return grad.transpose(0, 1).reshape(rows, n * out)

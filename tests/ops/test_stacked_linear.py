@@ -59,7 +59,7 @@ def test_the_gradients_are_those_of_double_precision(n, rows, inner, outer, shar
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Whether each layer's products were computed in parts, on three threads."""
+    """Whether products were computed in parts, forward and backward, on three threads."""
     found, before = [], torch.get_num_threads()
     has_parts = op._has_parts
 
@@ -83,7 +83,8 @@ def test_threads_that_would_idle_share_a_product(n, rows, shared, bias, dtype, p
     y = stacked_linear(*own, shared=shared)
     g = torch.randn_like(y)
     found = torch.autograd.grad(y, own, g)
-    assert parts == [n % 3 != 0 and rows >= 64 and dtype != torch.bfloat16]
+    enough = rows * 512 * 256 >= op.LEAST_WORK
+    assert parts == [n % 3 != 0 and enough and dtype != torch.bfloat16] * 2
     if dtype == torch.bfloat16:
         return
     zero = torch.zeros_like(shift)
@@ -96,6 +97,19 @@ def test_threads_that_would_idle_share_a_product(n, rows, shared, bias, dtype, p
     assert rms_error(y, z) < BOUND
 
 
+@pytest.mark.parametrize("n, batched, alone", [(2, 0, 2), (3, 0, 0), (4, 1, 1), (5, 1, 2)])
+def test_as_many_as_divide_by_the_threads_are_one_product(n, batched, alone, parts):
+    own = tensors(n, 64, 512, 256, False)
+    g = torch.randn(n, 64, 256)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        stacked_linear(*own).backward(g)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    # The output, x's gradient and the weight's.
+    assert calls.get("aten::baddbmm_", 0) == 3 * batched
+    assert calls.get("aten::addmm_", 0) == 3 * alone
+    assert not op._has_parts(torch.randn(64, 512), torch.randn(8, 256, 512))  # Few would idle.
+
+
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", ["x", "weight", "bias"])
 @pytest.mark.parametrize("grad", [True, False])
@@ -104,6 +118,34 @@ def test_dtypes_are_not_mixed(n, name, grad, parts):
     own[name] = own[name].detach().double().requires_grad_()
     with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=r"dtype|scalar type"):
         stacked_linear(**own, shared=True)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("grad", [True, False])
+def test_other_numbers_of_members_are_errors(n, more, grad, parts):
+    x, weight, bias = tensors(n, 64, 512, 256, False)
+    other = torch.randn(n + more, 64, 512)
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError):
+        stacked_linear(other, weight, bias)
+    weight = weight.detach()
+    y = stacked_linear(x, weight, bias)
+    weight.data = torch.randn(n + more, 256, 512)
+    with pytest.raises(RuntimeError):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_flop_counter_sees_products_in_parts(shared, parts):
+    own = tensors(4, 64, 512, 256, shared)
+    with FlopCounterMode(display=False) as flops:
+        y = stacked_linear(*own, shared=shared)
+    assert flops.get_total_flops() == 2 * 4 * 64 * 512 * 256
+    for loss in (y.sum(), stacked_linear(*own, shared=shared).sum()):
+        with FlopCounterMode(display=False) as flops:
+            loss.backward()
+        assert flops.get_total_flops() == 2 * 2 * 4 * 64 * 512 * 256
+    assert parts == [True]  # Of the one pass that nothing watched.
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -146,7 +188,7 @@ def test_a_permuted_weights_gradient_has_its_layout(n, rows, shared, written, pa
     y = stacked_linear(x, weight, shared=shared)
     g = torch.randn_like(y)
     y.backward(g)
-    assert weight.grad.stride() == weight.stride() and not written and parts == [n == 2]
+    assert weight.grad.stride() == weight.stride() and not written and parts == [n == 2] * 2
     wanted = exact([x, weight, torch.zeros(n, 256)], g, shared)
     assert rms_error(x.grad, wanted[0]) < BOUND and rms_error(weight.grad, wanted[1]) < BOUND
 
