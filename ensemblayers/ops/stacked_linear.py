@@ -101,7 +101,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         shared, recorded = x.dim() == 2, is_recorded(grad)
-        in_parts = not recorded and is_eager(grad) and _has_parts(x, weight)
+        in_parts = not recorded and _has_parts(x, weight) and is_eager(grad)
         d_x = d_weight = joint = None
         if of_weight and not recorded:
             d_weight = gradient_memory(weight)
