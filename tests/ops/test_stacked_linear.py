@@ -145,7 +145,7 @@ def test_a_flop_counter_sees_products_in_parts(shared, parts):
         with FlopCounterMode(display=False) as flops:
             loss.backward()
         assert flops.get_total_flops() == 2 * 2 * 4 * 64 * 512 * 256
-    assert parts == [True]  # Of the one pass that nothing watched.
+    assert parts[0]  # In the one pass that nothing watched.
 
 
 @pytest.mark.parametrize("shared", [True, False])
