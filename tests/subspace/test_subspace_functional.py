@@ -1,36 +1,19 @@
-from functools import partial
+"""The functions of subspaces: mix, subspace_linear, subspace_conv."""
+
 
 import pytest
 import torch
 import torch.nn.functional as F
+from derivatives import CONV, assert_same, rand, simplex, strided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ensemblayers as el
 from ensemblayers import functional as EF
 
-CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 SIZES = [1, 2, 3, 7, 15, 17, 31, 33, 127, 129]
 property_test = settings(max_examples=30, deadline=None, derandomize=True)
 close = torch.testing.assert_close
-
-
-def rand(*shape, grad=True):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
-
-
-def simplex(*size):
-    *batch, n = size
-    return el.sample_simplex(n, *batch, dtype=torch.float64).requires_grad_()
-
-
-def assert_same(f, reference, *tensors):
-    """Output and every gradient of two functions, at one random cotangent."""
-    tensors = [t for t in tensors if t is not None]
-    y, z = f(), reference()
-    close(y, z)
-    g = torch.randn_like(z)
-    close(torch.autograd.grad(y, tensors, g), torch.autograd.grad(z, tensors, g))
 
 
 def weighted(stacked, alpha):
@@ -197,14 +180,6 @@ def test_subspace_linear_has_first_and_second_derivatives(batch):
     assert torch.autograd.gradgradcheck(EF.subspace_linear, inputs)
 
 
-def strided(x):
-    """Views with x's values under other strides."""
-    yield x.transpose(0, -1).contiguous().transpose(0, -1)
-    yield torch.stack([x, x], -1)[..., 0]
-    yield torch.cat([x, x], 1)[:, : x.shape[1]]
-    yield x[:1].expand_as(x)
-
-
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("op", ["linear", "conv"])
 def test_strided_inputs_and_incoming_gradients(op, each):
@@ -326,178 +301,6 @@ def test_an_empty_batch_has_an_empty_output_and_zero_gradients(each):
 def test_points_that_do_not_match_the_examples_are_an_error(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.full((5, 3), 1 / 3))
-
-
-# stacked_linear
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("lead", [(), (4,), (0,), (2, 3)])
-@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (3, 7), (17, 15), (127, 129), (0, 2)])
-def test_stacked_linear_equals_n_layers(inner, outer, lead, bias, shared):
-    x, weight = rand(*(() if shared else (3,)), *lead, inner), rand(3, outer, inner)
-    bias = rand(3, outer) if bias else None
-
-    def reference():
-        own = [x] * 3 if shared else x
-        rows = [F.linear(own[i], weight[i], None if bias is None else bias[i]) for i in range(3)]
-        return torch.stack(rows)
-
-    assert_same(
-        lambda: EF.stacked_linear(x, weight, bias, shared=shared), reference, x, weight, bias
-    )
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_stacked_linear_has_first_and_second_derivatives(shared):
-    inputs = (rand(3, 4) if shared else rand(2, 3, 4), rand(2, 5, 4), rand(2, 5))
-    function = partial(EF.stacked_linear, shared=shared)
-    assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_stacked_linear_of_strided_tensors(shared):
-    weight, bias = rand(4, 5, 6, grad=False).mT, rand(4, 6, grad=False)[:, ::2].repeat(1, 2)
-    for x in strided(rand(4, 7, 5, grad=False)):
-        x = x[0] if shared else x
-        own = [t.detach().requires_grad_() for t in (x, weight, bias)]
-        for consume in (torch.sum, lambda y: torch.cat([y, y], 1)[:, 1:].transpose(0, 2).sum()):
-            assert_same(
-                lambda own=own, c=consume: c(EF.stacked_linear(*own, shared=shared)),
-                lambda own=own, c=consume: c(own[0] @ own[1].mT + own[2][:, None]),
-                *own,
-            )
-
-
-# batch_ensemble
-
-
-def member_weight(weight, r, s, groups=1):
-    """W * (s r^T), where a group of a convolution sees its own part of r."""
-    out, inner = weight.shape[:2]
-    per_group = r.reshape(groups, inner).repeat_interleave(out // groups, 0)
-    return weight * (s[:, None] * per_group).reshape(out, inner, *(1,) * (weight.dim() - 2))
-
-
-def each_member(f, x, weight, r, s, bias, groups=1):
-    n = len(r)
-    return torch.cat(
-        [
-            f(part, member_weight(weight, r[i], s[i], groups), None if bias is None else bias[i])
-            for i, part in enumerate(x.reshape(n, len(x) // n, *x.shape[1:]))
-        ]
-    )
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
-@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (3, 7), (17, 15), (33, 2), (127, 129)])
-def test_batch_ensemble_linear_equals_n_plain_layers(inner, outer, lead, bias):
-    x, weight = rand(6, *lead, inner), rand(outer, inner)
-    r, s, bias = rand(3, inner), rand(3, outer), rand(3, outer) if bias else None
-    assert_same(
-        lambda: EF.batch_ensemble_linear(x, weight, r, s, bias),
-        lambda: each_member(F.linear, x, weight, r, s, bias),
-        *(x, weight, r, s, bias),
-    )
-
-
-@pytest.mark.parametrize("space", [1, 2, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"stride": 2, "padding": 1},
-        {"padding": "same", "dilation": 2},
-        {"groups": 2, "padding": "valid"},
-        {"groups": 4},
-    ],
-)
-def test_batch_ensemble_conv_equals_n_plain_layers(space, options):
-    groups = options.get("groups", 1)
-    x, weight = rand(6, 4, *(5,) * space), rand(8, 4 // groups, *(2,) * space)
-    r, s, bias = rand(3, 4), rand(3, 8), rand(3, 8)
-    assert_same(
-        lambda: EF.batch_ensemble_conv(x, weight, r, s, bias, **options),
-        lambda: each_member(
-            lambda *args: CONV[space](*args, **options), x, weight, r, s, bias, groups
-        ),
-        *(x, weight, r, s, bias),
-    )
-
-
-def test_batch_ensemble_has_first_and_second_derivatives():
-    linear = (rand(4, 3), rand(2, 3), rand(2, 3), rand(2, 2), rand(2, 2))
-    conv = (rand(4, 2, 3), rand(2, 2, 2), rand(2, 2), rand(2, 2), rand(2, 2))
-    for f, inputs in [(EF.batch_ensemble_linear, linear), (EF.batch_ensemble_conv, conv)]:
-        assert torch.autograd.gradcheck(f, inputs)
-        assert torch.autograd.gradgradcheck(f, inputs)
-
-
-def test_batch_ensemble_takes_strided_inputs_and_incoming_gradients():
-    x, weight, r, s, bias = rand(6, 5, grad=False), rand(4, 5), rand(3, 5), rand(3, 4), rand(3, 4)
-    for view in strided(x):
-        view = view.detach().requires_grad_()
-        for consume in (torch.sum, lambda y: torch.cat([y, y], 1)[:, 1:].t().pow(2).sum()):
-            assert_same(
-                lambda v=view, c=consume: c(EF.batch_ensemble_linear(v, weight, r, s, bias)),
-                lambda v=view, c=consume: c(each_member(F.linear, v, weight, r, s, bias)),
-                *(view, weight, r, s, bias),
-            )
-
-
-@pytest.mark.parametrize("rank", [None, 1, 3])
-@pytest.mark.parametrize("repeats", [1, 2])
-@pytest.mark.parametrize("op", ["linear", "conv"])
-def test_batch_ensemble_with_members_equals_each_rows_own_layer(op, repeats, rank):
-    pairs = () if rank is None else (rank,)
-    space = () if op == "linear" else (4,)
-    f, plain = getattr(EF, f"batch_ensemble_{op}"), F.linear if op == "linear" else F.conv1d
-    members = torch.tensor([2, 0, 2, 2, 0])  # None of member 1.
-    x, weight = rand(5 * repeats, 3, *space), rand(4, 3, *(2,) * len(space))
-    r, s, bias = rand(3, *pairs, 3), rand(3, *pairs, 4), rand(3, 4)
-
-    def reference():
-        rows = []
-        for j, row in enumerate(x):
-            i = members[j // repeats]
-            each = zip(r[i].view(-1, 3), s[i].view(-1, 4), strict=True)
-            own = sum(member_weight(weight, a, b) for a, b in each)
-            rows.append(plain(row[None], own, bias[i]))
-        return torch.cat(rows)
-
-    assert_same(lambda: f(x, weight, r, s, bias, members=members), reference, x, weight, r, s, bias)
-
-
-@pytest.mark.parametrize("members", [[0, 1], [], [[0, 1, 0]]], ids=str)
-def test_members_of_other_rows_are_an_error(members):
-    members = torch.tensor(members, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"members .* got"):
-        EF.batch_ensemble_linear(rand(3, 2), rand(4, 2), rand(2, 2), rand(2, 4), members=members)
-
-
-def test_batch_ensemble_of_an_empty_batch():
-    r, s, bias = rand(3, 2), rand(3, 4), rand(3, 4)
-    assert EF.batch_ensemble_linear(rand(0, 2), rand(4, 2), r, s, bias).shape == (0, 4)
-    y = EF.batch_ensemble_conv(rand(0, 2, 5, 5), rand(4, 2, 3, 3), r, s, bias)
-    assert y.shape == (0, 4, 3, 3)
-
-
-@pytest.mark.parametrize("op", ["linear", "conv"])
-def test_a_batch_that_does_not_divide_is_an_error_with_both_numbers(op):
-    f = getattr(EF, f"batch_ensemble_{op}")
-    space = () if op == "linear" else (3, 3)
-    with pytest.raises(ValueError, match=r"n=3 members, got 7 rows"):
-        f(torch.zeros(7, 2, *space), torch.zeros(4, 2, *space), torch.ones(3, 2), torch.ones(3, 4))
-
-
-def test_batch_ensemble_conv_without_a_batch_dimension_is_an_error():
-    with pytest.raises(ValueError, match=r"got \[2, 5, 5\]"):
-        EF.batch_ensemble_conv(
-            torch.zeros(2, 5, 5), torch.zeros(4, 2, 3, 3), torch.ones(2, 2), torch.ones(2, 4)
-        )
 
 
 # 1x1 convolutions as linear layers
