@@ -1,6 +1,5 @@
 """The functions of subspaces: mix, subspace_linear, subspace_conv."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
