@@ -238,12 +238,20 @@ def stacked_linear(
         - weight: ``[n, out, in]``, bias: ``[n, out]``
         - Output: ``[n, ..., out]``
 
+    Raises:
+        ValueError: a bias of another shape, which would be broadcast.
+
     >>> import torch
     >>> x, weight = torch.ones(4, 3), torch.stack([torch.ones(2, 3), torch.zeros(2, 3)])
     >>> stacked_linear(x, weight, shared=True)[:, 0]
     tensor([[3., 3.],
             [0., 0.]])
     """
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise ValueError(
+            f"expected a bias [n, out] for a weight [n, out, in] {list(weight.shape)}, "
+            f"got {list(bias.shape)}"
+        )
     if x.dim() != (2 if shared else 3):
         lead = x.shape[:-1] if shared else x.shape[1:-1]
         rows = x.reshape(*(() if shared else x.shape[:1]), math.prod(lead), x.shape[-1])

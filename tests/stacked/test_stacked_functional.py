@@ -48,3 +48,11 @@ def test_stacked_linear_of_strided_tensors(shared):
                 lambda own=own, c=consume: c(own[0] @ own[1].mT + own[2][:, None]),
                 *own,
             )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (3, 1), (2, 5), (3, 5, 1), (3, 5, 5)], ids=str)
+def test_a_bias_is_not_broadcast(shape, shared):
+    x = torch.zeros(*(() if shared else (3,)), 5, 4)
+    with pytest.raises(ValueError, match=r"\[3, 5, 4\], got"):
+        EF.stacked_linear(x, torch.zeros(3, 5, 4), torch.zeros(shape), shared=shared)
